@@ -1,7 +1,7 @@
 """The layer program in NumPy and float64: what `kernels.ffn` is judged against.
 
-Programs are those of docs/protocol.md, "Layer program". Weights are dequantised with the `gguf` package, activations are
-ggml's definitions without its tables and float16 shortcuts, and nothing is rounded on the way.
+Programs are those of docs/protocol.md, "Layer program". Weights are dequantised with the `gguf` package, activations
+are ggml's definitions without its tables and float16 shortcuts, and nothing is rounded on the way.
 """
 
 from __future__ import annotations
@@ -366,7 +366,7 @@ def ffn(
 def _check_pairs(rows: NDArray[np.int64], local: NDArray[np.int64], n_rows: int, count: int | None, first: int) -> None:
     if rows.shape != local.shape:
         raise ValueError(f"{len(rows)} rows and {len(local)} experts are not pairs")
-    if len(rows) and not (0 <= rows.min() and rows.max() < n_rows):
+    if len(rows) and (rows.min() < 0 or rows.max() >= n_rows):
         raise ValueError(f"a row is outside the {n_rows} rows")
     if (np.diff(rows) < 0).any():
         raise ValueError("rows descend")

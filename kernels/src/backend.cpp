@@ -4,6 +4,7 @@
 #include "backend_session.hpp"
 #include "capture.hpp"
 #include "expert_weights.hpp"
+#include "parent_death.hpp"
 #include "programs.hpp"
 
 #include "ggml-backend-impl.h"
@@ -178,5 +179,6 @@ extern "C" __attribute__((visibility("default"))) ggml_backend_reg_t ggml_backen
                               ggml_commit() + "; use the programs and libraries of one swarm-node package\n").c_str());
         return nullptr;
     }
+    swarm::end_with_parent();
     return swarm::registry();
 }

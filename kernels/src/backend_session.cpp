@@ -4,11 +4,8 @@
 
 #include "ggml-impl.h"
 
-#include <cstdio>
 #include <cstdlib>
 #include <fstream>
-#include <set>
-#include <sstream>
 
 #include <nlohmann/json.hpp>
 
@@ -40,24 +37,25 @@ BackendSession & BackendSession::instance() {
 BackendSession::BackendSession() : caller_(std::make_unique<Caller>()), stats_path_(environment("SWARM_STATS")) {
     const std::string table_path = environment("SWARM_TABLE");
     if (!table_path.empty()) {
-        std::ifstream     file(table_path);
-        std::stringstream text;
-        text << file.rdbuf();
-        if (!file) {
-            GGML_LOG_ERROR("swarm: cannot read the routing table '%s'\n", table_path.c_str());
+        std::string problem;
+        const auto  table = RoutingTable::read(table_path, problem);
+        if (table == nullptr) {
+            GGML_LOG_ERROR("swarm: routing table '%s': %s\n", table_path.c_str(), problem.c_str());
         } else {
-            try {
-                caller_->set_table(RoutingTable::parse(text.str()));
-            } catch (const std::exception & error) {
-                GGML_LOG_ERROR("swarm: routing table '%s': %s\n", table_path.c_str(), error.what());
-            }
+            caller_->set_table(table);
         }
     }
     const std::string address = environment("SWARM_CONTROL");
     if (!address.empty()) {
-        control_ = std::make_unique<ControlChannel>(
-            address, SWARM_BUILD_ID, [this](std::shared_ptr<const RoutingTable> table) { caller_->set_table(table); },
-            [this] { return caller_->statistics(); });
+        ControlChannel::Handlers handlers;
+        handlers.on_table   = [this](std::shared_ptr<const RoutingTable> table) { caller_->set_table(std::move(table)); };
+        handlers.statistics = [this] { return caller_->statistics(); };
+        handlers.on_problem = [](const std::string & text) { GGML_LOG_WARN("swarm: %s\n", text.c_str()); };
+        std::string problem;
+        control_ = ControlChannel::start(address, SWARM_BUILD_ID, std::move(handlers), problem);
+        if (!control_) {
+            GGML_LOG_ERROR("swarm: control channel '%s': %s\n", address.c_str(), problem.c_str());
+        }
     }
     if (!stats_path_.empty()) {
         std::atexit([] { BackendSession::instance().write_stats(); });
@@ -65,7 +63,6 @@ BackendSession::BackendSession() : caller_(std::make_unique<Caller>()), stats_pa
 }
 
 bool BackendSession::compute(const Capture & layer) {
-    const std::lock_guard<std::mutex> lock(mutex_);
     const auto floats = [](size_t bytes) { return bytes / sizeof(float); };
     LayerInput input = {};
     input.layer    = layer.layer;
@@ -111,7 +108,7 @@ void BackendSession::report_refusal(int layer, const std::string & reason) {
 }
 
 void BackendSession::write_stats() const {
-    nlohmann::ordered_json document = nlohmann::ordered_json::parse(caller_->statistics());
+    nlohmann::ordered_json document = nlohmann::ordered_json::parse(statistics_json(caller_->statistics()));
     document["swarm_tensors"]       = expert_weight_names();
     std::ofstream(stats_path_) << document.dump(1) << "\n";
 }

@@ -6,9 +6,7 @@
 #include "control.hpp"
 
 #include <memory>
-#include <mutex>
 #include <string>
-#include <vector>
 
 namespace swarm {
 
@@ -30,8 +28,6 @@ class BackendSession {
 
     std::unique_ptr<Caller>         caller_;
     std::unique_ptr<ControlChannel> control_;
-    std::mutex                      mutex_;
-    std::vector<int32_t>            ids_;
     std::string                     stats_path_;
 };
 

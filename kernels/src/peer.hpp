@@ -1,0 +1,83 @@
+#pragma once
+// The nodes of the routing table as the router knows them: connection, speed, back-off, counters.
+
+#include "routing.hpp"
+#include "statistics.hpp"
+#include "websocket.hpp"
+
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace swarm {
+
+using Clock = std::chrono::steady_clock;
+
+inline double ms_between(Clock::time_point from, Clock::time_point to) {
+    return std::chrono::duration<double, std::milli>(to - from).count();
+}
+
+inline Clock::time_point after_ms(Clock::time_point from, double ms) {
+    return from + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double, std::milli>(ms));
+}
+
+struct Job;
+
+struct Peer {
+    RoutingTable::Node node;
+    Address            address;
+    WebSocket          socket;
+    Job *              asking = nullptr;  // its call is under way on the socket, or the connection for it
+    Job *              holder = nullptr;  // its reply lies in the socket's buffer
+    Clock::time_point  next_attempt{};    // not before: back-off after a broken connection or a refusal
+    Clock::time_point  avoid_until{};     // other holders of a slice are preferred: a deadline was missed
+
+    // Time this node may take for a call: 10 times what its past calls lead to expect, and never under the floor.
+    double deadline_ms(uint64_t n_pairs, double floor_ms) const;
+
+    void answered(double call_us, double compute_us, double queue_us, uint64_t n_pairs);
+    void troubled(Clock::time_point now);
+    void missed_deadline(Clock::time_point now);
+    bool is_avoided(Clock::time_point now) const { return now < next_attempt || now < avoid_until; }
+
+    NodeStatistics statistics;  // guarded by PeerSet's mutex
+    uint64_t       bytes_sent_before     = 0;  // through the sockets of former addresses
+    uint64_t       bytes_received_before = 0;
+
+  private:
+    bool   measured_      = false;
+    double round_trip_us_ = 0;  // what a call costs besides computing and queueing
+    double pair_us_       = 0;  // whole call divided by its pairs: also right for a link slower than the node
+    double backoff_ms_    = 0;
+    double avoid_ms_      = 0;
+};
+
+class PeerSet {
+  public:
+    // Peers of the table's nodes, in its order. A node of the same name, host and port stays connected.
+    void follow(const RoutingTable & table);
+
+    Peer & at(int node) { return *peers_[size_t(node)]; }
+
+    // The node of the slice to be asked first.
+    int preferred(const RoutingTable::Slice & slice, Clock::time_point now) const;
+
+    void count_call(Peer & peer, uint64_t n_pairs, double call_us, double compute_us);
+    void count_bytes(Peer & peer);
+    void count_layer(int layer, bool computed);
+    Statistics statistics() const;
+
+    // Ends every call under way by closing its connection; a late reply then meets nobody.
+    void abandon_calls();
+    void forget_replies();
+
+  private:
+    std::vector<std::unique_ptr<Peer>> peers_;
+    mutable std::mutex                 mutex_;  // peers_ itself and all counters
+    uint64_t                           calls_    = 0;
+    uint64_t                           failures_ = 0;
+    std::vector<uint64_t>              rounds_;
+};
+
+}  // namespace swarm

@@ -1,0 +1,1 @@
+"""The swarm-node program: expert server, wire formats, routing tables, router engine, command line."""

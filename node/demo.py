@@ -1,0 +1,212 @@
+"""``swarm-node demo``: the built-in model, its experts in several processes on this machine, and a chat with it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from rich.console import Console
+from rich.table import Table
+
+from node.chat import ChatError, stream_chat
+from node.demo_model import demo_model
+from node.expert_process import ProcessEvent, SliceAnswer
+from node.layer_programs import read_programs
+from node.local_swarm import LocalSwarm, LocalSwarmOptions, local_swarm
+from node.model_index import ModelIndex, read_model
+from node.router_engine import EngineOptions, ExpertFailure
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """``ask``: one question, answered and done; None: a chat prompt. ``max_tokens``: of an answer."""
+
+    nodes: int = 3
+    ask: str | None = None
+    json: bool = False
+    reduce: str = "rows"
+    max_tokens: int = 256
+
+
+class _Screen:
+    """What the demo shows, on stderr; stdout gets only the answer, or with --json one object per event."""
+
+    def __init__(self, as_json: bool) -> None:
+        self.as_json = as_json
+        self.console = Console(stderr=True, quiet=as_json, highlight=False)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        if self.as_json:
+            print(json.dumps({"event": kind, **fields}), flush=True)
+
+    def process_event(self, name: str, event: ProcessEvent) -> None:
+        if event.kind in ("reloaded", "gave_up") or (event.kind == "exited" and event.returncode != 0):
+            self.console.print(f"[yellow]{name}[/]: {event.message}")
+            self.event("node", node=name, kind=event.kind, message=event.message)
+
+    def holdings(self, index: ModelIndex, swarm: LocalSwarm) -> None:
+        table = Table(title=f"Who holds what of {index.architecture} ({index.n_expert} experts a layer)")
+        for heading in ("node", "process", "port", "layers", "experts of each", "memory"):
+            table.add_column(heading)
+        for node in swarm.nodes:
+            layers = sorted({layer for layer, _, _ in node.ranges})
+            experts = sorted({f"{first}-{last}" for _, first, last in node.ranges})
+            table.add_row(
+                node.name,
+                str(node.process.pid),
+                str(node.process.port),
+                f"{layers[0]}-{layers[-1]}",
+                ", ".join(experts),
+                f"{node.memory_bytes / 2**20:.1f} MiB",
+            )
+        self.console.print(table)
+        self.console.print("The router (llama-server) holds the rest: attention, gating, sampling; no expert.")
+        for node in swarm.nodes:
+            self.event(
+                "holds",
+                node=node.name,
+                pid=node.process.pid,
+                port=node.process.port,
+                memory_bytes=node.memory_bytes,
+                slices=[{"layer": layer, "first": first, "last": last} for layer, first, last in node.ranges],
+            )
+
+
+async def run_demo(options: DemoOptions) -> int:
+    """Runs the demo; returns the exit status. Raises SwarmError."""
+    screen = _Screen(options.json)
+    failures: list[ExpertFailure] = []
+    with tempfile.TemporaryDirectory(prefix="swarm-demo-") as logs:
+        async with _started(options, Path(logs), screen, failures) as swarm:
+            assert swarm.engine is not None
+            screen.event("ready", url=f"{swarm.engine.url}/v1", api_key=swarm.engine.api_key)
+            if options.ask is not None:
+                return await _ask(swarm, [{"role": "user", "content": options.ask}], options, screen, failures)
+            await _chat(swarm, options, screen, failures)
+    return 0
+
+
+@contextlib.asynccontextmanager
+async def _started(
+    options: DemoOptions, logs: Path, screen: _Screen, failures: list[ExpertFailure]
+) -> AsyncIterator[LocalSwarm]:
+    with screen.console.status("Preparing the demo model …") as status:
+        path = await asyncio.to_thread(
+            demo_model, progress=lambda done, total: status.update(f"Carving SmolLM2 into experts … {done / total:.0%}")
+        )
+        index = await asyncio.to_thread(read_model, path)
+        status.update("Reading the layer programs from llama.cpp …")
+        programs = await read_programs(index)
+        status.update(f"Starting {options.nodes} expert servers …")
+        n_slices = options.nodes * len(programs.layers)
+        ready = 0
+
+        def on_slice(name: str, answer: SliceAnswer) -> None:
+            nonlocal ready
+            ready += 1
+            status.update(f"Loading experts … {ready} of {n_slices} slices" + (", starting the router" * (ready == n_slices)))
+
+        swarm_options = LocalSwarmOptions(
+            nodes=options.nodes, reduce=options.reduce, engine=EngineOptions(context=4096, parallel=2)
+        )
+        stack = contextlib.AsyncExitStack()
+        try:
+            swarm = await stack.enter_async_context(
+                local_swarm(
+                    index,
+                    programs,
+                    swarm_options,
+                    log_folder=logs,
+                    on_slice=on_slice,
+                    on_event=screen.process_event,
+                    on_failure=failures.append,
+                )
+            )
+        except BaseException:
+            await stack.aclose()
+            raise
+    async with stack:
+        screen.holdings(index, swarm)
+        yield swarm
+
+
+async def _ask(
+    swarm: LocalSwarm,
+    messages: list[dict[str, str]],
+    options: DemoOptions,
+    screen: _Screen,
+    failures: list[ExpertFailure],
+) -> int:
+    assert swarm.engine is not None
+    failures.clear()
+    answer = ""
+    timings: dict[str, Any] = {}
+    started_s = time.monotonic()
+    try:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
+            async for piece in stream_chat(
+                session, swarm.engine.url, messages, headers=swarm.engine.headers, max_tokens=options.max_tokens
+            ):
+                answer += piece.text
+                timings = dict(piece.timings or timings)
+                if not options.json:
+                    print(piece.text, end="", flush=True)
+                elif piece.text:
+                    screen.event("text", text=piece.text)
+    except ChatError as error:
+        # llama-server only says "Compute error."; which node, layer and experts failed came by the control channel.
+        causes = [str(failure) for failure in failures] or [str(error)]
+        if not options.json:
+            print(flush=True)
+        for cause in causes:
+            screen.console.print(f"[red]The answer failed:[/] {cause}")
+        screen.event("error", message=str(error), causes=causes)
+        return 1
+    if not options.json:
+        print(flush=True)
+    messages.append({"role": "assistant", "content": answer})
+    tokens, speed = timings.get("predicted_n", 0), timings.get("predicted_per_second", 0.0)
+    screen.console.print(f"[dim]{tokens} tokens, {speed:.1f} a second[/]")
+    screen.event(
+        "answer", text=answer, tokens=tokens, tokens_per_s=speed, seconds=round(time.monotonic() - started_s, 3)
+    )
+    return 0
+
+
+async def _chat(swarm: LocalSwarm, options: DemoOptions, screen: _Screen, failures: list[ExpertFailure]) -> None:
+    assert swarm.engine is not None
+    screen.console.print(
+        f"\nOpenAI API: [bold]{swarm.engine.url}/v1[/]  key: {swarm.engine.api_key}\nCtrl-C ends everything.\n"
+    )
+    messages: list[dict[str, str]] = []
+    reader = await _stdin_lines()
+    while True:
+        if sys.stdin.isatty():
+            screen.console.print("[bold]you>[/] ", end="")
+        line = await reader.readline()
+        if not line:
+            # No terminal to read from: the endpoints stay up until Ctrl-C or SIGTERM.
+            await asyncio.Event().wait()
+        if text := line.decode(errors="replace").strip():
+            messages.append({"role": "user", "content": text})
+            if await _ask(swarm, messages, options, screen, failures) != 0:
+                messages.pop()
+
+
+async def _stdin_lines() -> asyncio.StreamReader:
+    reader = asyncio.StreamReader()
+    try:
+        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    except (ValueError, OSError):  # a file or /dev/null
+        reader.feed_data(sys.stdin.buffer.read())
+        reader.feed_eof()
+    return reader

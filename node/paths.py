@@ -1,0 +1,22 @@
+"""Folders that swarm-node uses on this machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+
+def cache_dir() -> Path:
+    """Folder for what can be made or fetched again (not created by this call).
+
+    $SWARM_CACHE_DIR, else $XDG_CACHE_HOME/swarm-node, else the platform's place for caches: the same rule as the
+    build's, so that both share one folder.
+    """
+    if os.environ.get("SWARM_CACHE_DIR"):
+        return Path(os.environ["SWARM_CACHE_DIR"])
+    if os.environ.get("XDG_CACHE_HOME"):
+        return Path(os.environ["XDG_CACHE_HOME"]) / "swarm-node"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "swarm-node"
+    return Path.home() / ".cache" / "swarm-node"

@@ -1,0 +1,288 @@
+"""The router's engine: an unmodified llama-server whose routed experts are computed by the swarm.
+
+It listens on loopback with a key of its own. Its Swarm backend connects back to this process over a Unix socket
+(docs/protocol.md, "Router control"), receives routing tables and reports failures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import aiohttp
+
+import kernels
+from node.errors import SwarmError
+from node.layer_programs import EXPERT_TENSOR_PATTERN, router_environment
+from node.routing import RoutingTable
+
+log = logging.getLogger(__name__)
+
+PROTOCOL_VERSION = 1
+# A statistics line of 1,000 nodes and 128 layers is some 200 KB.
+_LINE_BYTES_MAX = 16 << 20
+# Reading the trunk of the reference model (7 GB) from a slow disk takes about two minutes.
+_START_TIMEOUT_S = 600.0
+
+
+class RouterEngineError(SwarmError):
+    """llama-server could not be started, or has ended. The message holds the end of its log."""
+
+
+@dataclass(frozen=True)
+class ExpertFailure:
+    """A layer that could not be computed, as the Swarm backend reports it. ``node`` is empty when none is at fault."""
+
+    node: str
+    layer: int
+    first: int
+    last: int
+    reason: str
+    waited_ms: float
+
+    def __str__(self) -> str:
+        experts = f", experts {self.first} to {self.last}" if self.first >= 0 else ""
+        node = f" on node {self.node}" if self.node else ""
+        return f"layer {self.layer}{experts}{node}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How llama-server runs. ``threads`` 0 takes the CPU quota; ``extra`` goes to llama-server as it is."""
+
+    context: int = 4096
+    parallel: int = 1
+    threads: int = 0
+    ubatch: int = 512
+    cache_ram_mib: int = 0
+    extra: tuple[str, ...] = ()
+
+
+@dataclass
+class RouterEngine:
+    """A running llama-server. Made by :func:`router_engine`."""
+
+    url: str
+    api_key: str
+    process: asyncio.subprocess.Process
+    _control: _Control = field(repr=False)
+
+    def set_table(self, table: RoutingTable) -> None:
+        """Gives the backend a new table, used from its next layer on."""
+        self._control.set_table(table)
+
+    @property
+    def failures(self) -> deque[ExpertFailure]:
+        """The last failures, oldest first."""
+        return self._control.failures
+
+    @property
+    def statistics(self) -> dict[str, Any]:
+        """The backend's last statistics; empty before the first."""
+        return self._control.statistics
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """HTTP headers that llama-server wants with every request."""
+        return {"Authorization": f"Bearer {self.api_key}"}
+
+
+class _Control:
+    """The agent's end of the control channel."""
+
+    def __init__(self, table: RoutingTable, on_failure: Callable[[ExpertFailure], None] | None) -> None:
+        self._table_line = self._encode(table)
+        self._on_failure = on_failure
+        self._writers: set[asyncio.StreamWriter] = set()
+        # Enough to explain the requests of a busy minute; older ones are in the log.
+        self.failures: deque[ExpertFailure] = deque(maxlen=256)
+        self.statistics: dict[str, Any] = {}
+        self.connected = asyncio.Event()
+        self.problem: str | None = None
+
+    @staticmethod
+    def _encode(table: RoutingTable) -> bytes:
+        return json.dumps({"type": "table", "table": json.loads(table.to_json())}).encode() + b"\n"
+
+    def set_table(self, table: RoutingTable) -> None:
+        self._table_line = self._encode(table)
+        for writer in self._writers:
+            writer.write(self._table_line)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        try:
+            async for line in reader:
+                message = json.loads(line)
+                if message["type"] == "hello":
+                    self._hello(message)
+                    writer.write(self._table_line)
+                elif message["type"] == "failure":
+                    self._failure(message)
+                elif message["type"] == "stats":
+                    self.statistics = message
+        except (ValueError, KeyError, TypeError, ConnectionError) as error:
+            log.warning("router engine: control channel closed: %s: %s", type(error).__name__, error)
+        finally:
+            self._writers.discard(writer)
+            writer.close()
+
+    def _hello(self, message: dict[str, Any]) -> None:
+        if message["version"] != PROTOCOL_VERSION or message["build"] != kernels.build_id():
+            self.problem = (
+                f"the Swarm backend is of build {message['build']}, protocol {message['version']}; this program is of "
+                f"build {kernels.build_id()}, protocol {PROTOCOL_VERSION}. Reinstall swarm-node"
+            )
+        self.connected.set()
+
+    def _failure(self, message: dict[str, Any]) -> None:
+        first, last = message["experts"]
+        failure = ExpertFailure(
+            node=str(message["node"]),
+            layer=int(message["layer"]),
+            first=int(first),
+            last=int(last),
+            reason=str(message["reason"]),
+            waited_ms=float(message["waited_ms"]),
+        )
+        self.failures.append(failure)
+        log.error("experts failed: %s", failure)
+        if self._on_failure is not None:
+            self._on_failure(failure)
+
+
+@contextlib.asynccontextmanager
+async def router_engine(
+    model_path: str,
+    table: RoutingTable,
+    options: EngineOptions | None = None,
+    *,
+    log_path: Path,
+    on_failure: Callable[[ExpertFailure], None] | None = None,
+) -> AsyncIterator[RouterEngine]:
+    """Starts llama-server on ``model_path`` and waits until it answers; ends it on leaving, within 4 s.
+
+    Every slice of ``table`` must be ready: llama-server decodes a small batch of its own at start. Raises
+    RouterEngineError.
+    """
+    options = options or EngineOptions()
+    control = _Control(table, on_failure)
+    folder = Path(tempfile.mkdtemp(prefix="swarm-"))
+    try:
+        socket_path = folder / "control"
+        server = await asyncio.start_unix_server(control.serve, path=socket_path, limit=_LINE_BYTES_MAX)
+        async with server:
+            with log_path.open("ab") as log_file:
+                engine = await _start(model_path, options, socket_path, control, log_file)
+            try:
+                await _wait_ready(engine, control, log_path)
+                yield engine
+            finally:
+                await _stop(engine.process)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+async def _start(
+    model_path: str, options: EngineOptions, socket_path: Path, control: _Control, log_file: IO[bytes]
+) -> RouterEngine:
+    port = _free_port()
+    api_key = secrets.token_urlsafe(24)
+    threads = options.threads or kernels.default_threads()
+    arguments = [
+        *("--model", model_path, "--override-tensor", f"{EXPERT_TENSOR_PATTERN}=Swarm"),
+        *("--host", "127.0.0.1", "--port", str(port)),
+        *("--ctx-size", str(options.context), "--parallel", str(options.parallel), "--ubatch-size", str(options.ubatch)),
+        *("--threads", str(threads), "--poll", "0", "--no-warmup", "--fit", "off"),
+        *("--cache-ram", str(options.cache_ram_mib), "--ctx-checkpoints", "0" if options.cache_ram_mib == 0 else "8"),
+        # Mapped, the pages of the whole file would be resident, experts included.
+        *("--load-mode", "none"),
+        *options.extra,
+    ]
+    environment = router_environment()
+    environment |= {
+        "SWARM_CONTROL": f"unix:{socket_path}",
+        "SWARM_PARENT_PID": str(os.getpid()),
+        # Not on the command line, where every user of the machine could read it.
+        "LLAMA_API_KEY": api_key,
+    }
+    process = await asyncio.create_subprocess_exec(
+        str(kernels.native_path("llama-server")),
+        *arguments,
+        env=environment,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=log_file,
+        stderr=log_file,
+        start_new_session=True,  # Ctrl-C on the terminal is for the agent, which then ends its children in order
+    )
+    return RouterEngine(url=f"http://127.0.0.1:{port}", api_key=api_key, process=process, _control=control)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def _wait_ready(engine: RouterEngine, control: _Control, log_path: Path) -> None:
+    ended = asyncio.create_task(engine.process.wait())
+    try:
+        async with asyncio.timeout(_START_TIMEOUT_S), aiohttp.ClientSession(headers=engine.headers) as session:
+            while not await _healthy(session, engine.url):
+                done, _ = await asyncio.wait({ended}, timeout=0.1)
+                if done:
+                    raise RouterEngineError(
+                        f"llama-server ended with status {engine.process.returncode} while loading:\n{_tail(log_path)}"
+                    )
+    except TimeoutError:
+        raise RouterEngineError(
+            f"llama-server did not answer within {_START_TIMEOUT_S:.0f} s:\n{_tail(log_path)}"
+        ) from None
+    finally:
+        ended.cancel()
+    if control.problem is not None:
+        raise RouterEngineError(control.problem)
+    if not control.connected.is_set():
+        raise RouterEngineError(f"llama-server runs without the Swarm backend:\n{_tail(log_path)}")
+    if control.failures:
+        # It would report healthy with speculation and prompt caching off for good.
+        raise RouterEngineError(f"llama-server's first decode failed: {control.failures[-1]}")
+
+
+async def _healthy(session: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        async with session.get(f"{url}/health") as response:
+            return response.status == 200
+    except aiohttp.ClientError:
+        return False
+
+
+def _tail(log_path: Path, lines: int = 15) -> str:
+    try:
+        text = log_path.read_text(errors="replace")
+    except OSError as error:
+        return f"(no log: {error})"
+    return "\n".join(text.splitlines()[-lines:])
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is not None:
+        return
+    process.terminate()
+    try:
+        await asyncio.wait_for(process.wait(), 3.0)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
