@@ -18,12 +18,9 @@ from node import wire
 from node.compute_queue import ComputeQueue
 from node.errors import CallRefused
 from node.slices import SliceHolder
-from node.unpack import Body
+from node.unpack import LARGE_BYTES, Body
 
 log = logging.getLogger(__name__)
-
-# Messages above this are encoded and decoded in a thread, so that the event loop keeps its beat.
-OFF_LOOP_ABOVE_BYTES = 256 * 1024
 
 _COUNTERS = ("calls", "pairs", "bytes_received", "bytes_sent", "queue_us", "compute_us")
 
@@ -47,13 +44,13 @@ class ExpertCalls:
         counters = {name: self._counters[name] for name in _COUNTERS}
         return {**counters, "errors": dict(self._errors), "terms": dict(self._terms)}
 
-    async def answer(self, body: Body, arrived_s: float) -> tuple[int, bytes]:
+    async def answer(self, body: Body, arrived_s: float) -> tuple[int, Body]:
         """The HTTP status and message that answer a call. Keeps at most two of body, result and reply at a time."""
         call_id, n_bytes = 0, len(body)
         try:
             decode = partial(wire.decode_request, body, self._layer_shape)
             del body
-            request = decode() if n_bytes <= OFF_LOOP_ABOVE_BYTES else await self._off_loop(decode)
+            request = decode() if n_bytes <= LARGE_BYTES else await self._off_loop(decode)
             del decode
             call_id, layer_number, dtype = request.id, request.layer, request.dtype
             try:
@@ -71,7 +68,7 @@ class ExpertCalls:
                 n_values = computed.value.size
                 self._count_call(n_pairs, n_bytes, computed.queue_us, computed.compute_us)
                 del computed
-                reply = encode() if 4 * n_values <= OFF_LOOP_ABOVE_BYTES else await self._off_loop(encode)
+                reply = encode() if 4 * n_values <= LARGE_BYTES else await self._off_loop(encode)
             except OverflowError as error:
                 raise CallRefused(str(error), kind="failed") from None
             except CallRefused as error:

@@ -185,8 +185,8 @@ class ExpertProcess:
     async def supervise(self) -> None:
         """Starts the process again whenever it ends, and has it load what it held; until `stop`.
 
-        Waits 0.2 s before a restart, after each further crash twice as long, up to 5 s. Raises ExpertProcessGaveUp after
-        5 crashes in 60 s. A port other than 0 stays the same.
+        Waits 0.2 s before a restart, after each further crash twice as long, up to 5 s. Raises ExpertProcessGaveUp
+        after 5 crashes in 60 s. A port other than 0 stays the same.
         """
         crashes: deque[float] = deque(maxlen=MAX_CRASHES)
         while True:
@@ -225,7 +225,7 @@ class ExpertProcess:
         arguments = [text for name, value in self._options.items() for text in (f"--{name}", str(value))]
         with contextlib.ExitStack() as files:
             stderr = None if self._stderr is None else files.enter_context(self._stderr.open("ab"))
-            # A session of its own, so that Ctrl-C in the terminal reaches only this process, which then stops the child.
+            # A session of its own, so that Ctrl-C in the terminal reaches only this process, which stops the child.
             process = await asyncio.create_subprocess_exec(
                 *self._command,
                 *arguments,
@@ -245,10 +245,10 @@ class ExpertProcess:
             listening = await asyncio.wait_for(asyncio.shield(run.listening), START_WITHIN_S)
             if listening.get("version") != wire.VERSION:
                 raise ExpertProcessError(
-                    f"the expert server speaks protocol version {listening.get('version')}, this program {wire.VERSION}",
+                    f"the expert server speaks protocol {listening.get('version')}, this program {wire.VERSION}",
                     node=self.name,
                 )
-        except asyncio.TimeoutError:
+        except TimeoutError:
             await self._end(run)
             message = f"the expert server did not listen within {START_WITHIN_S:.0f} s"
             raise ExpertProcessError(message, node=self.name) from None

@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import numpy as np
 from aiohttp import WSMsgType, web
@@ -34,14 +34,14 @@ from node.compute_queue import ComputeQueue
 from node.errors import CallRefused, MalformedMessage
 from node.expert_calls import ExpertCalls
 from node.slices import SliceHolder
-from node.unpack import Body
+from node.unpack import LARGE_BYTES, Body
 
 log = logging.getLogger(__name__)
 
 MAX_ORDER_BYTES = 16 * 1024 * 1024
 STOP_WITHIN_S = 1.5
-# A sender that gives nothing for this long is cut off: it holds a connection and its body's memory.
-BODY_SILENCE_S = 10.0
+# A caller that neither sends nor takes anything of a message for so long is cut off: it holds connection and memory.
+SILENCE_S = 10.0
 IDLE_CONNECTION_S = 75.0
 LINGER_S = 1.0
 
@@ -60,7 +60,7 @@ class ExpertServer:
         self.slices = SliceHolder(kernels, device, threads, max_rows, self._compute)
         self._calls = ExpertCalls(kernels, self.slices, self._compute)
         self._sockets: dict[web.WebSocketResponse, _SocketState] = {}
-        self._http = web.Server(
+        self._http = _LimitedServer(
             self._dispatch,
             handler_cancellation=True,
             keepalive_timeout=IDLE_CONNECTION_S,
@@ -72,7 +72,7 @@ class ExpertServer:
 
     async def listen(self, host: str, port: int) -> int:
         """Starts to answer; returns the port. Raises OSError when the address cannot be used."""
-        self._listener = await self._loop.create_server(self._connection, host, port, reuse_address=True)
+        self._listener = await self._loop.create_server(self._http, host, port, reuse_address=True)
         return int(self._listener.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
@@ -90,11 +90,6 @@ class ExpertServer:
             report(answer)
 
         await self.slices.load(order, reported)
-
-    def _connection(self) -> asyncio.Protocol:
-        if len(self._http.connections) >= wire.MAX_CONNECTIONS:
-            return _Refusal()
-        return self._http()
 
     async def _dispatch(self, request: web.BaseRequest) -> web.StreamResponse:
         method, path = request.method, request.path
@@ -130,16 +125,29 @@ class ExpertServer:
             }
         )
 
-    async def _post(self, request: web.BaseRequest) -> web.Response:
+    async def _post(self, request: web.BaseRequest) -> web.StreamResponse:
         arrived_s = time.monotonic()
+        reply: Body
         try:
             # The body is named nowhere here: answer() lets go of it before it makes the reply.
             status, reply = await self._calls.answer(await self._read_body(request), arrived_s)
         except CallRefused as error:
             status, reply = self._calls.refuse(error)
-        response = web.Response(status=status, body=reply, content_type=wire.CONTENT_TYPE)
+        response = web.StreamResponse(status=status, headers={"Content-Type": wire.CONTENT_TYPE})
+        response.content_length = len(reply)
         if status == 413:
             response.force_close()
+        try:
+            await response.prepare(request)
+            # In pieces, since one large write is one large copy in the event loop.
+            view = memoryview(reply)
+            for start in range(0, len(reply), LARGE_BYTES):
+                await asyncio.wait_for(response.write(view[start : start + LARGE_BYTES]), SILENCE_S)
+            await response.write_eof()
+        except (ConnectionError, TimeoutError):
+            # The caller went away, or does not read.
+            if request.transport is not None:
+                request.transport.abort()
         return response
 
     async def _read_body(self, request: web.BaseRequest) -> Body:
@@ -158,7 +166,7 @@ class ExpertServer:
         growing = bytearray()
         n_read = 0
         try:
-            while chunk := await asyncio.wait_for(request.content.readany(), BODY_SILENCE_S):
+            while chunk := await asyncio.wait_for(request.content.readany(), SILENCE_S):
                 n_read += len(chunk)
                 if n_read > limit:
                     raise self._too_large(f"more than {limit} bytes")
@@ -166,7 +174,7 @@ class ExpertServer:
                     growing += chunk
                 else:
                     body[n_read - len(chunk) : n_read] = chunk
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise MalformedMessage(f"the body stopped after {n_read} bytes") from None
         except (web.HTTPException, ValueError, OSError):
             raise MalformedMessage(f"the body broke off after {n_read} bytes") from None
@@ -201,7 +209,7 @@ class ExpertServer:
                     del message
                     answer = self._calls.answer(body, arrived_s)
                     del body
-                    await socket.send_bytes((await answer)[1])
+                    await socket.send_bytes(cast(bytes, (await answer)[1]))
                     state.busy = False
                     if state.limit_bytes < self.slices.limit_bytes:
                         await socket.close(code=1012, message=b"the body limit has grown")
@@ -210,7 +218,7 @@ class ExpertServer:
                     await socket.send_bytes(self._calls.refuse(MalformedMessage("a call is a binary message"))[1])
                 else:
                     break
-        except (ConnectionError, asyncio.TimeoutError):
+        except (TimeoutError, ConnectionError):
             pass  # The caller went away.
         finally:
             del self._sockets[socket]
@@ -229,13 +237,14 @@ class _SocketState:
         self.closing: asyncio.Task[bool] | None = None
 
 
-class _Refusal(asyncio.Protocol):
-    """A connection too many."""
+class _LimitedServer(web.Server):
+    """Turns connections away above the limit. Counted as they are made: many can be accepted before one of them is."""
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        transport.write(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
-        transport.close()
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        if len(self.connections) > wire.MAX_CONNECTIONS:
+            transport.write(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+            transport.close()
 
 
 def _refuse_browser(request: web.BaseRequest) -> None:

@@ -287,4 +287,8 @@ def _ready(held: Slice) -> dict[str, Any]:
 
 
 def _reason(error: BaseException) -> str:
-    return str(error) if isinstance(error, (SwarmError, OSError, ValueError, RuntimeError)) else f"{type(error).__name__}: {error}"
+    return (
+        str(error)
+        if isinstance(error, (SwarmError, OSError, ValueError, RuntimeError))
+        else f"{type(error).__name__}: {error}"
+    )

@@ -17,7 +17,8 @@ Body = bytes | bytearray | memoryview
 MAX_ITEMS = 64
 MAX_CONTAINERS = 64
 MAX_STR_BYTES = 4096
-WALK_ABOVE_BYTES = 256 * 1024
+# Above this, copying a message under the GIL is felt by the event loop.
+LARGE_BYTES = 256 * 1024
 
 # What MAX_CONTAINERS containers of MAX_ITEMS pairs can hold: a longer walk is not of a message we read.
 _MAX_OBJECTS = 2 * MAX_CONTAINERS * MAX_ITEMS
@@ -83,7 +84,7 @@ class _Guard:
 
 def unpack_map(body: Body) -> dict[str, Any]:
     """The one map in `body`; binary values are bytes or, of a large body, views of it. Raises ValueError."""
-    if len(body) > WALK_ABOVE_BYTES:
+    if len(body) > LARGE_BYTES:
         return unpack_views(memoryview(body))
     result = _unpack(body, _Guard())
     if type(result) is not dict:

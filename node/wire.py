@@ -16,7 +16,7 @@ import numpy as np
 
 from node.errors import CallRefused, MalformedMessage, UnsupportedVersion
 from node.number_formats import ITEM_BYTES, Floats, Ints, from_wire, ints_from_wire, to_wire
-from node.unpack import MAX_STR_BYTES, Body, unpack_map
+from node.unpack import LARGE_BYTES, MAX_STR_BYTES, Body, unpack_map
 
 VERSION: Final = 1
 CONTENT_TYPE: Final = "application/msgpack"
@@ -153,7 +153,7 @@ def encode_request(request: CallRequest) -> bytes:
     if request.weight is not None:
         fields["weight"] = np.ascontiguousarray(request.weight, dtype=np.float32)
     fields["deadline_ms"] = request.deadline_ms
-    return _pack(fields)
+    return b"".join(_parts(fields))
 
 
 def decode_request(body: Body, layer_shape: Callable[[str, int, int], LayerShape]) -> CallRequest:
@@ -189,9 +189,10 @@ def decode_request(body: Body, layer_shape: Callable[[str, int, int], LayerShape
         raise
 
 
-def encode_reply(reply: CallReply) -> bytes:
-    """Raises OverflowError when a value of `y` does not fit `dtype`."""
-    return _pack(
+def encode_reply(reply: CallReply) -> Body:
+    """The message, with `y` copied once; a large one is a memoryview. Raises OverflowError when a value of `y` does not
+    fit `dtype`."""
+    parts = _parts(
         {
             "v": VERSION,
             "id": reply.id,
@@ -200,6 +201,16 @@ def encode_reply(reply: CallReply) -> bytes:
             "queue_us": reply.queue_us,
         }
     )
+    n_bytes = sum(len(part) for part in parts)
+    if n_bytes <= LARGE_BYTES:
+        return b"".join(parts)
+    # NumPy copies without the GIL, bytes.join with it.
+    message = np.empty(n_bytes, dtype=np.uint8)
+    position = 0
+    for part in parts:
+        message[position : position + len(part)] = np.frombuffer(part, dtype=np.uint8)
+        position += len(part)
+    return message.data
 
 
 def decode_reply(body: Body, *, call_id: int, n_rows: int, n_out: int, dtype: str) -> CallReply | CallError:
@@ -231,7 +242,7 @@ def encode_error(error: CallError) -> bytes:
         "experts": list(error.experts[:MAX_ERROR_EXPERTS]),
         "retry": error.retry,
     }
-    return _pack({"v": VERSION, "id": error.id, "error": described})
+    return b"".join(_parts({"v": VERSION, "id": error.id, "error": described}))
 
 
 def decode_error(body: Body) -> CallError:
@@ -312,7 +323,8 @@ def _arrays(
 ) -> tuple[Floats, Ints, Ints, Floats | None]:
     if not 1 <= n_rows <= shape.max_rows:
         raise MalformedMessage(f"field 'rows' is {n_rows}, this server takes 1 to {shape.max_rows}: split the batch")
-    row_body, expert_body = _bin(fields, "row"), _bin(fields, "expert")
+    # Copies of the small fields, since a view of one of them would keep the whole body alive next to `h`.
+    row_body, expert_body = bytes(_bin(fields, "row")), bytes(_bin(fields, "expert"))
     n_pairs, odd_bytes = divmod(len(expert_body), 4)
     if odd_bytes or not 1 <= n_pairs <= n_rows * shape.n_used:
         raise MalformedMessage(
@@ -324,7 +336,10 @@ def _arrays(
         raise MalformedMessage(
             f"field 'weight' is {'missing' if shape.uses_weight else 'not used'} by this layer's program"
         )
-    weight = _floats(fields, "weight", 1, n_pairs, "f32").reshape(n_pairs) if shape.uses_weight else None
+    weight = None
+    if shape.uses_weight:
+        fields["weight"] = bytes(_bin(fields, "weight"))
+        weight = _floats(fields, "weight", 1, n_pairs, "f32").reshape(n_pairs)
     row, expert = ints_from_wire(row_body), ints_from_wire(expert_body)
     _check_pairs(row, expert, n_rows, shape.n_expert)
     h = _floats(fields, "h", n_pairs if shape.per_pair else n_rows, shape.n_in, dtype)
@@ -345,10 +360,10 @@ def _check_pairs(row: Ints, expert: Ints, n_rows: int, n_expert: int) -> None:
         raise MalformedMessage("a (row, expert) pair stands twice in the call")
 
 
-def _pack(fields: dict[str, Any]) -> bytes:
-    """The fields as a map in their order, each array copied once, straight into the result."""
+def _parts(fields: dict[str, Any]) -> list[Body]:
+    """The fields as a msgpack map, in their order, in pieces: an array is a view of its bytes."""
     packer = msgpack.Packer()
-    parts: list[Any] = [packer.pack_map_header(len(fields))]
+    parts: list[Body] = [packer.pack_map_header(len(fields))]
     for name, value in fields.items():
         parts.append(packer.pack(name))
         if isinstance(value, np.ndarray):
@@ -356,7 +371,7 @@ def _pack(fields: dict[str, Any]) -> bytes:
             parts.append(value.reshape(-1).view(np.uint8).data)
         else:
             parts.append(packer.pack(value))
-    return b"".join(parts)
+    return parts
 
 
 def _bin_header(n_bytes: int) -> bytes:

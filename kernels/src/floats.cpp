@@ -30,6 +30,12 @@ template <typename T> inline T load(const uint8_t * at) {
     return value;
 }
 
+// Not `?:`: compilers do not move floating-point work out of a branch, and then keep the branch.
+inline uint32_t choose(bool condition, uint32_t yes, uint32_t no) {
+    const uint32_t mask = 0u - uint32_t(condition);
+    return (yes & mask) | (no & ~mask);
+}
+
 struct F32 {
     using Stored = uint32_t;
     static float    decode(Stored stored) { return float_of(stored); }
@@ -44,7 +50,7 @@ struct Bf16 {
         const uint32_t bits    = bits_of(value);
         const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
         const uint32_t quiet   = (bits >> 16) | 0x40u;
-        return Stored((bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded);
+        return Stored(choose((bits & 0x7fffffffu) > 0x7f800000u, quiet, rounded));
     }
     // A float just below infinity rounds up to it.
     static uint32_t misfit(Stored stored, float value) {
@@ -60,17 +66,17 @@ struct F16 {
         const uint32_t magnitude = wide + wide;
         const float    normal    = float_of((magnitude >> 4) + (0xe0u << 23)) * 0x1.0p-112f;
         const float    subnormal = float_of((magnitude >> 17) | (126u << 23)) - 0.5f;
-        return float_of((wide & 0x80000000u) | (magnitude < (1u << 27) ? bits_of(subnormal) : bits_of(normal)));
+        return float_of((wide & 0x80000000u) | choose(magnitude < (1u << 27), bits_of(subnormal), bits_of(normal)));
     }
     static Stored encode(float value) {
         const uint32_t bits      = bits_of(value);
         const uint32_t magnitude = bits + bits;
         const float    scaled    = (float_of(bits & 0x7fffffffu) * 0x1.0p+112f) * 0x1.0p-110f;
-        uint32_t       bias      = magnitude & 0xff000000u;
-        bias                     = bias < 0x71000000u ? 0x71000000u : bias;
+        const uint32_t exponent  = magnitude & 0xff000000u;
+        const uint32_t bias      = choose(exponent < 0x71000000u, 0x71000000u, exponent);
         const uint32_t rounded   = bits_of(float_of((bias >> 1) + 0x07800000u) + scaled);
         const uint32_t unsigned_ = ((rounded >> 13) & 0x7c00u) + (rounded & 0x0fffu);
-        return Stored((bits >> 16 & 0x8000u) | (magnitude > 0xff000000u ? 0x7e00u : unsigned_));
+        return Stored((bits >> 16 & 0x8000u) | choose(magnitude > 0xff000000u, 0x7e00u, unsigned_));
     }
     static uint32_t misfit(Stored stored, float value) {
         return uint32_t((stored & 0x7fffu) == 0x7c00u) & uint32_t((bits_of(value) & 0x7fffffffu) < 0x7f800000u);
