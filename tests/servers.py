@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
+import urllib.request
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 import kernels
+from node import wire
 from node.expert_process import ExpertProcess, SliceOrder
 from node.layer_programs import EXPERT_TENSOR_PATTERN, ModelPrograms, read_programs, swarm_backend_path
 from node.model_index import ModelIndex, read_model
@@ -24,14 +30,22 @@ OVERRIDE = (EXPERT_TENSOR_PATTERN, "Swarm")
 class Servers:
     """N expert servers, used from synchronous tests. Each holds an even share of every layer of the models loaded."""
 
-    def __init__(self, count: int, folder: Path, *, threads: int = 1, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, count: int, folder: Path, *, threads: int = 1, environment: dict[str, str] | None = None, script: str = ""
+    ) -> None:
+        """`script`: a server program beside this file, instead of the real one."""
         self.folder = folder
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
+        program = [str(Path(__file__).with_name(script))] if script else ["-m", "node.expert_server"]
         self.processes = [
             ExpertProcess(
-                f"node{number}", threads=threads, stderr=folder / f"node{number}.log", environment=environment or {}
+                f"node{number}",
+                threads=threads,
+                command=(sys.executable, *program),
+                stderr=folder / f"node{number}.log",
+                environment=environment,
             )
             for number in range(count)
         ]
@@ -129,6 +143,60 @@ class HeldModel:
             "SWARM_TABLE": str(path),
             "SWARM_STATS": str(self._stats_path),
         }
+
+    def call(
+        self,
+        layer: int,
+        h: NDArray[np.float32],
+        ids: NDArray[np.int32],
+        weight: NDArray[np.float32],
+        reduce: str,
+    ) -> NDArray[np.float32]:
+        """One layer through the servers' real ports. h [n, n_in], ids and weight [n, n_used]; [n, n_out] back.
+
+        Added as the router does: rows in slot order, sums in slice order."""
+        program = self.programs.layers[layer]
+        pairs = np.zeros((*ids.shape, program.n_out), np.float32)
+        total = np.zeros((len(h), program.n_out), np.float32)
+        for one in (s for s in self.table.slices if s.layer == layer):
+            row, slot = np.nonzero((ids >= one.first) & (ids <= one.last))
+            rows, row_number = np.unique(row, return_inverse=True)
+            request = wire.CallRequest(
+                id=1,
+                model=self.index.model_id,
+                program=program.digest,
+                term=1,
+                layer=layer,
+                reduce=reduce,
+                n_rows=len(rows),
+                dtype="f32",
+                h=h[rows],
+                row=row_number.astype(np.int32),
+                expert=ids[row, slot],
+                weight=weight[row, slot] if "w" in program.text.split() else None,
+                deadline_ms=60_000,
+            )
+            node = self.table.nodes[one.nodes[0]]
+            with urllib.request.urlopen(
+                urllib.request.Request(
+                    f"http://{node.host}:{node.port}/v1/ffn",
+                    wire.encode_request(request),
+                    {"Content-Type": "application/msgpack"},
+                )
+            ) as response:
+                n_rows = len(row) if reduce == "rows" else len(rows)
+                reply = wire.decode_reply(response.read(), call_id=1, n_rows=n_rows, n_out=program.n_out, dtype="f32")
+            assert isinstance(reply, wire.CallReply), reply
+            if reduce == "rows":
+                pairs[row, slot] = reply.y
+            else:
+                total[rows] += reply.y
+        if reduce == "sum":
+            return total
+        result = pairs[:, 0].copy()
+        for slot in range(1, ids.shape[1]):
+            result += pairs[:, slot]
+        return result
 
     @property
     def _stats_path(self) -> Path:
