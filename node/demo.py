@@ -44,7 +44,7 @@ class _Screen:
         self.as_json = as_json
         self.console = Console(stderr=True, quiet=as_json, highlight=False)
 
-    def event(self, kind: str, **fields: Any) -> None:
+    def event(self, kind: str, /, **fields: Any) -> None:
         if self.as_json:
             print(json.dumps({"event": kind, **fields}), flush=True)
 

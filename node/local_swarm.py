@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import kernels
 from node.errors import ModelError, SwarmError
@@ -66,7 +68,8 @@ async def expert_servers(
 ) -> AsyncIterator[tuple[tuple[LocalNode, ...], RoutingTable]]:
     """Expert servers with every slice ready, and the table over them; they are restarted when they crash.
 
-    Raises SwarmError when a server cannot start or a slice cannot be loaded.
+    Raises SwarmError when a server cannot start, a slice cannot be loaded, or, at the body's next await, when a server
+    has crashed too often.
     """
     shares = _shares(programs, options.nodes)
     names = _names(len(shares))
@@ -79,25 +82,23 @@ async def expert_servers(
             threads=threads,
             max_rows=options.engine.ubatch,
             stderr=log_folder / f"{name}.log",
-            on_event=None if on_event is None else (lambda event, name=name: on_event(name, event)),
+            on_event=None if on_event is None else partial(on_event, name),
         )
         for name, port in zip(names, _free_ports(len(names)), strict=True)
     ]
-    async with asyncio.TaskGroup() as tasks:
-        try:
-            await asyncio.gather(*(process.start() for process in processes))
-            loaded = await asyncio.gather(
-                *(_load(process, index, programs, share, on_slice) for process, share in zip(processes, shares, strict=True))
-            )
-            nodes = tuple(
-                LocalNode(name, process, tuple(share), memory)
-                for name, process, share, memory in zip(names, processes, shares, loaded, strict=True)
-            )
-            for process in processes:
-                tasks.create_task(process.supervise(), name=f"supervise {process.name}")
+    try:
+        await asyncio.gather(*(process.start() for process in processes))
+        loaded = await asyncio.gather(
+            *(_load(process, index, programs, share, on_slice) for process, share in zip(processes, shares, strict=True))
+        )
+        nodes = tuple(
+            LocalNode(name, process, tuple(share), memory)
+            for name, process, share, memory in zip(names, processes, shares, loaded, strict=True)
+        )
+        async with _beside(*(process.supervise() for process in processes)):
             yield nodes, _table(index, nodes, options)
-        finally:
-            await asyncio.gather(*(process.stop() for process in processes))
+    finally:
+        await asyncio.gather(*(process.stop() for process in processes))
 
 
 @contextlib.asynccontextmanager
@@ -111,7 +112,11 @@ async def local_swarm(
     on_event: Callable[[str, ProcessEvent], None] | None = None,
     on_failure: Callable[[ExpertFailure], None] | None = None,
 ) -> AsyncIterator[LocalSwarm]:
-    """Expert servers and a router engine over them. Raises SwarmError. Everything ends on leaving, within 5 s."""
+    """Expert servers and a router engine over them. Everything ends on leaving, within 5 s.
+
+    Raises SwarmError when something cannot be started, and also later, at the body's next await, when a server has
+    crashed too often or llama-server has ended.
+    """
     async with (
         expert_servers(
             index, programs, options, log_folder=log_folder, on_slice=on_slice, on_event=on_event
@@ -119,8 +124,24 @@ async def local_swarm(
         router_engine(
             index.paths[0], table, options.engine, log_path=log_folder / "router.log", on_failure=on_failure
         ) as engine,
+        _beside(engine.watch()),
     ):
         yield LocalSwarm(nodes, table, engine)
+
+
+@contextlib.asynccontextmanager
+async def _beside(*works: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Runs ``works`` as long as the body. What one of them raises ends the body at its next await, and is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+            try:
+                yield
+            finally:
+                for task in tasks:
+                    task.cancel()
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
 
 
 def _shares(programs: ModelPrograms, n_nodes: int) -> list[list[tuple[int, int, int]]]:

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, NoReturn
 
 import aiohttp
 
@@ -35,6 +35,10 @@ PROTOCOL_VERSION = 1
 _LINE_BYTES_MAX = 16 << 20
 # Reading the trunk of the reference model (7 GB) from a slow disk takes about two minutes.
 _START_TIMEOUT_S = 600.0
+# What the backend reports comes on another connection than what llama-server answers, and may come a little later.
+REPORT_DELAY_S = 0.2
+# sun_path holds 104 bytes on macOS, 108 on Linux.
+_SOCKET_PATH_BYTES_MAX = 103
 
 
 class RouterEngineError(SwarmError):
@@ -78,6 +82,7 @@ class RouterEngine:
     api_key: str
     process: asyncio.subprocess.Process
     _control: _Control = field(repr=False)
+    _log_path: Path = field(repr=False)
 
     def set_table(self, table: RoutingTable) -> None:
         """Gives the backend a new table, used from its next layer on."""
@@ -97,6 +102,11 @@ class RouterEngine:
     def headers(self) -> dict[str, str]:
         """HTTP headers that llama-server wants with every request."""
         return {"Authorization": f"Bearer {self.api_key}"}
+
+    async def watch(self) -> NoReturn:
+        """Waits until llama-server ends, which it does not do by itself. Raises RouterEngineError."""
+        status = await self.process.wait()
+        raise RouterEngineError(f"llama-server ended with status {status}:\n{_tail(self._log_path)}")
 
 
 class _Control:
@@ -179,15 +189,14 @@ async def router_engine(
     """
     options = options or EngineOptions()
     control = _Control(table, on_failure)
-    folder = Path(tempfile.mkdtemp(prefix="swarm-"))
+    folder = _socket_folder()
     try:
         socket_path = folder / "control"
         server = await asyncio.start_unix_server(control.serve, path=socket_path, limit=_LINE_BYTES_MAX)
         async with server:
-            with log_path.open("ab") as log_file:
-                engine = await _start(model_path, options, socket_path, control, log_file)
+            engine = await _start(model_path, options, socket_path, control, log_path)
             try:
-                await _wait_ready(engine, control, log_path)
+                await _wait_ready(engine, control)
                 yield engine
             finally:
                 await _stop(engine.process)
@@ -195,8 +204,16 @@ async def router_engine(
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _socket_folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="swarm-"))
+    if len(os.fsencode(folder / "control")) > _SOCKET_PATH_BYTES_MAX:
+        folder.rmdir()
+        folder = Path(tempfile.mkdtemp(prefix="swarm-", dir="/tmp"))
+    return folder
+
+
 async def _start(
-    model_path: str, options: EngineOptions, socket_path: Path, control: _Control, log_file: IO[bytes]
+    model_path: str, options: EngineOptions, socket_path: Path, control: _Control, log_path: Path
 ) -> RouterEngine:
     port = _free_port()
     api_key = secrets.token_urlsafe(24)
@@ -218,16 +235,18 @@ async def _start(
         # Not on the command line, where every user of the machine could read it.
         "LLAMA_API_KEY": api_key,
     }
-    process = await asyncio.create_subprocess_exec(
-        str(kernels.native_path("llama-server")),
-        *arguments,
-        env=environment,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=log_file,
-        stderr=log_file,
-        start_new_session=True,  # Ctrl-C on the terminal is for the agent, which then ends its children in order
-    )
-    return RouterEngine(url=f"http://127.0.0.1:{port}", api_key=api_key, process=process, _control=control)
+    with log_path.open("ab") as log_file:
+        process = await asyncio.create_subprocess_exec(
+            str(kernels.native_path("llama-server")),
+            *arguments,
+            env=environment,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=log_file,
+            stderr=log_file,
+            start_new_session=True,  # Ctrl-C on the terminal is for the agent, which then ends its children in order
+        )
+    url = f"http://127.0.0.1:{port}"
+    return RouterEngine(url=url, api_key=api_key, process=process, _control=control, _log_path=log_path)
 
 
 def _free_port() -> int:
@@ -236,29 +255,33 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-async def _wait_ready(engine: RouterEngine, control: _Control, log_path: Path) -> None:
-    ended = asyncio.create_task(engine.process.wait())
+async def _wait_ready(engine: RouterEngine, control: _Control) -> None:
+    watching = asyncio.create_task(engine.watch())
     try:
         async with asyncio.timeout(_START_TIMEOUT_S), aiohttp.ClientSession(headers=engine.headers) as session:
             while not await _healthy(session, engine.url):
-                done, _ = await asyncio.wait({ended}, timeout=0.1)
-                if done:
-                    raise RouterEngineError(
-                        f"llama-server ended with status {engine.process.returncode} while loading:\n{_tail(log_path)}"
-                    )
+                await _pause(watching, control, 0.1)
+            await _pause(watching, control, REPORT_DELAY_S)
     except TimeoutError:
         raise RouterEngineError(
-            f"llama-server did not answer within {_START_TIMEOUT_S:.0f} s:\n{_tail(log_path)}"
+            f"llama-server did not answer within {_START_TIMEOUT_S:.0f} s:\n{_tail(engine._log_path)}"
         ) from None
     finally:
-        ended.cancel()
-    if control.problem is not None:
-        raise RouterEngineError(control.problem)
+        watching.cancel()
     if not control.connected.is_set():
-        raise RouterEngineError(f"llama-server runs without the Swarm backend:\n{_tail(log_path)}")
+        raise RouterEngineError(f"llama-server runs without the Swarm backend:\n{_tail(engine._log_path)}")
     if control.failures:
         # It would report healthy with speculation and prompt caching off for good.
         raise RouterEngineError(f"llama-server's first decode failed: {control.failures[-1]}")
+
+
+async def _pause(watching: asyncio.Task[NoReturn], control: _Control, seconds: float) -> None:
+    """Raises RouterEngineError when the engine ended or is of another build."""
+    await asyncio.wait({watching}, timeout=seconds)
+    if watching.done():
+        await watching
+    if control.problem is not None:
+        raise RouterEngineError(control.problem)
 
 
 async def _healthy(session: aiohttp.ClientSession, url: str) -> bool:

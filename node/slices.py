@@ -91,6 +91,7 @@ class SliceHolder:
         self._models: dict[str, Model] = {}
         self._one_at_a_time = asyncio.Lock()
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="loader")
+        self._was_ordered = False
         self.limit_bytes = body_limit_bytes(max_rows, 0, 0, False)
 
     def slices(self) -> Iterator[Slice]:
@@ -100,12 +101,17 @@ class SliceHolder:
 
     @property
     def is_coming(self) -> bool:
-        """Whether a slice is still to be loaded."""
-        return any(held.state in ("wanted", "loading") for held in self.slices())
+        """Whether a slice is still to be loaded: also before the first order, which may name any slice.
+
+        A server that crashed is asked again as soon as it listens, and must not refuse for good what it will hold.
+        """
+        return not self._was_ordered or any(held.state in ("wanted", "loading") for held in self.slices())
 
     def find(self, model_id: str, number: int, program: int) -> tuple[Model, Layer, LayerShape]:
         """What a call for this layer must look like. Raises CallRefused when the layer is not held in that form."""
         model = self._models.get(model_id)
+        if model is None and not self._was_ordered:
+            raise CallRefused("no slice was ordered yet", kind="not_ready", retry=True)
         if model is None:
             raise CallRefused(f"model {model_id} is not held here", kind="unknown_model")
         layer = model.layers.get(number)
@@ -164,6 +170,7 @@ class SliceHolder:
             else:
                 reason = "the slice is being loaded already"
                 report({"type": "failed", **_key(model_id, number, first, last), "reason": reason})
+        self._was_ordered = True
         for one, tensors in wanted:
             async with self._one_at_a_time:
                 report(await self._load_one(one, tensors))

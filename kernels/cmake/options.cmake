@@ -2,6 +2,41 @@
 # come from the user through CMAKE_ARGS and are left alone: llama.cpp's own checks fail the
 # configuration when an asked-for toolkit is missing.
 
+# CMake takes any name, so a backend asked for under a wrong one would silently be left out.
+function(swarm_refuse_unknown_switches)
+    file(GLOB_RECURSE files "${SWARM_LLAMA_CPP_SOURCE}/ggml/CMakeLists.txt" "${SWARM_LLAMA_CPP_SOURCE}/ggml/*.cmake")
+    file(GLOB own_files "${CMAKE_SOURCE_DIR}/kernels/cmake/*.cmake")
+    set(text "")
+    foreach(file IN LISTS files own_files ITEMS "${SWARM_LLAMA_CPP_SOURCE}/CMakeLists.txt" "${CMAKE_SOURCE_DIR}/CMakeLists.txt")
+        file(READ "${file}" content)
+        string(APPEND text "${content}\n")
+    endforeach()
+    string(REGEX MATCHALL "(GGML|SWARM)_[A-Za-z0-9_]+" known "${text}")
+    string(REGEX MATCHALL "option\\( *(GGML|SWARM)_[A-Za-z0-9_]+" switches "${text}")
+    list(TRANSFORM switches REPLACE "^option\\( *" "")
+    list(SORT switches)
+    list(REMOVE_DUPLICATES switches)
+    get_cmake_property(variables CACHE_VARIABLES)
+    list(FILTER variables INCLUDE REGEX "^(GGML|SWARM)_")
+    foreach(variable IN LISTS variables)
+        get_property(help CACHE "${variable}" PROPERTY HELPSTRING)
+        if(variable IN_LIST known OR NOT help STREQUAL "No help, variable specified on the command line.")
+            continue()
+        endif()
+        set(similar "")
+        set(start "${variable}")
+        while(NOT similar AND start MATCHES "_.")
+            set(similar "${switches}")
+            list(FILTER similar INCLUDE REGEX "^${start}")
+            string(REGEX REPLACE ".$" "" start "${start}")
+        endwhile()
+        list(JOIN similar ", " similar)
+        message(FATAL_ERROR "swarm-node: neither swarm-node nor this llama.cpp has a build switch ${variable}; the most similar are: ${similar}")
+    endforeach()
+endfunction()
+
+swarm_refuse_unknown_switches()
+
 set(BUILD_SHARED_LIBS ON)
 
 # Two busy OpenMP pools on one machine slow each other down a hundredfold; ggml's own pool can wait

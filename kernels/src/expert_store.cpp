@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <utility>
 
 namespace swarm {
@@ -20,17 +21,21 @@ namespace {
 
 // A layer's 1.58 GB slice of the reference model is the common case; a tensor beyond this is a wrong file.
 constexpr int64_t dimension_max = int64_t{ 1 } << 24;
+constexpr int64_t elements_max  = int64_t{ 1 } << 44;
 constexpr int     n_expert_max  = 1 << 16;
 
-ggml_type type_by_name(const std::string & name) {
+// GGML_TYPE_COUNT when there is none of that name. Integers, doubles and the formats of activations (q8_1, q8_K) are no
+// types of weights: ggml would call a null pointer.
+ggml_type weight_type(const std::string & name) {
     for (int i = 0; i < GGML_TYPE_COUNT; i++) {
-        const ggml_type type = static_cast<ggml_type>(i);
+        const ggml_type type  = static_cast<ggml_type>(i);
         const char *    known = ggml_type_name(type);
-        if (known != nullptr && ggml_blck_size(type) > 0 && ggml_type_size(type) > 0 && name == known) {
+        if (known != nullptr && ggml_blck_size(type) > 0 && ggml_type_size(type) > 0 && name == known &&
+            (type == GGML_TYPE_F32 || ggml_get_type_traits(type)->to_float != nullptr)) {
             return type;
         }
     }
-    throw LoadError("tensor type '" + name.substr(0, 32) + "' is not known to this build of ggml");
+    return GGML_TYPE_COUNT;
 }
 
 bool all_finite(const float * values, int64_t n) {
@@ -109,15 +114,18 @@ SliceInfo ExpertStore::load(int layer, const Program & program, int first, int l
     if (layer < 0 || first < 0 || last < first || n_expert < 1 || n_expert > n_expert_max || last >= n_expert) {
         throw LoadError(where + "not a range of a layer of " + std::to_string(n_expert) + " experts");
     }
-    for (const auto & other : held(layer)) {
-        if (first <= other->info.last && last >= other->info.first) {
-            throw LoadError(where + "overlaps experts " + std::to_string(other->info.first) + " to " +
-                            std::to_string(other->info.last) + ", which are held already");
+    const auto check_others = [&](const std::vector<std::shared_ptr<Slice>> & others) {
+        for (const auto & other : others) {
+            if (first <= other->info.last && last >= other->info.first) {
+                throw LoadError(where + "overlaps experts " + std::to_string(other->info.first) + " to " +
+                                std::to_string(other->info.last) + ", which are held already");
+            }
+            if (other->n_expert != n_expert || other->digest != program.digest()) {
+                throw LoadError(where + "differs in its program or number of experts from what is held of this layer");
+            }
         }
-        if (other->n_expert != n_expert || other->digest != program.digest()) {
-            throw LoadError(where + "differs in its program or number of experts from what is held of this layer");
-        }
-    }
+    };
+    check_others(held(layer));
     auto slice        = std::make_shared<Slice>();
     slice->n_expert   = n_expert;
     slice->program    = program;
@@ -131,7 +139,13 @@ SliceInfo ExpertStore::load(int layer, const Program & program, int first, int l
             throw LoadError(where + "tensor '" + name + "' of the layer's program is not given");
         }
         const auto & ne = it->second.ne;
-        if (ne.size() > 2 || std::any_of(ne.begin(), ne.end(), [](int64_t n) { return n < 1 || n > dimension_max; })) {
+        int64_t elements = n_local;
+        bool    possible = ne.size() <= 2;
+        for (const int64_t n : ne) {
+            possible = possible && n >= 1 && n <= dimension_max && elements <= elements_max / n;
+            elements *= possible ? n : 1;
+        }
+        if (!possible) {
             throw LoadError(where + "tensor '" + name + "' has impossible dimensions");
         }
         dimensions[name] = ne;
@@ -145,7 +159,11 @@ SliceInfo ExpertStore::load(int layer, const Program & program, int first, int l
     const ggml_init_params params = { ggml_tensor_overhead() * (dimensions.size() + 1), nullptr, true };
     slice->context.reset(ggml_init(params));
     for (const auto & [name, ne] : dimensions) {
-        const ggml_type type = type_by_name(tensors.at(name).type);
+        const ggml_type type = weight_type(tensors.at(name).type);
+        if (type == GGML_TYPE_COUNT) {
+            throw LoadError(where + "tensor '" + name + "' is of type '" + tensors.at(name).type.substr(0, 32) +
+                            "', which this build of ggml does not have for weights");
+        }
         if (ne.size() < 2 && type != GGML_TYPE_F32) {
             throw LoadError(where + "tensor '" + name + "' is " + ggml_type_name(type) + "; biases and scales must be f32");
         }
@@ -160,7 +178,7 @@ SliceInfo ExpertStore::load(int layer, const Program & program, int first, int l
         slice->weights[name] = t;
         uint64_t given = 0;
         for (const TensorPart & part : tensors.at(name).parts) {
-            given += part.bytes;
+            given += std::min(part.bytes, std::numeric_limits<uint64_t>::max() - given);  // a sum must not wrap
         }
         if (given != ggml_nbytes(t)) {
             throw LoadError(where + "tensor '" + name + "' needs " + std::to_string(ggml_nbytes(t)) + " bytes, given are " +
@@ -168,11 +186,11 @@ SliceInfo ExpertStore::load(int layer, const Program & program, int first, int l
         }
     }
 
-    // The ops themselves, on this device, before a byte is read.
-    {
+    // The ops themselves, on this device, before a byte is read. Two pairs as well: cuts of more than one have gaps.
+    for (const int64_t n_pairs : { 1, 2 }) {
         const ggml_init_params graph_params = { program_graph_context_bytes(), nullptr, true };
         const ggml_context_ptr context(ggml_init(graph_params));
-        const ProgramGraph graph = build_program_graph(context.get(), program, slice->shape, slice->weights, 1);
+        const ProgramGraph graph = build_program_graph(context.get(), program, slice->shape, slice->weights, n_pairs);
         for (int i = 0; i < ggml_graph_n_nodes(graph.graph); i++) {
             const ggml_tensor * node = ggml_graph_node(graph.graph, i);
             if (!ggml_backend_dev_supports_op(engine_->device, node)) {
@@ -198,6 +216,11 @@ SliceInfo ExpertStore::load(int layer, const Program & program, int first, int l
                     ggml_backend_buffer_get_size(slice->buffer.get()) };
 
     const std::lock_guard<std::mutex> lock(slices_mutex_);
+    // Again: another load may have been faster.
+    const auto it = slices_.find(layer);
+    if (it != slices_.end()) {
+        check_others(it->second);
+    }
     auto & of_layer = slices_[layer];
     of_layer.push_back(slice);
     std::sort(of_layer.begin(), of_layer.end(),
@@ -257,10 +280,12 @@ void ExpertStore::compute(const Slice & slice, const float * h, const int32_t * 
     if (!ggml_gallocr_alloc_graph(engine_->allocator.get(), graph.graph)) {
         throw ComputeError("device " + device_name_ + " has no memory to compute " + std::to_string(n_pairs) + " pairs");
     }
-    ggml_backend_tensor_set(graph.h, h, 0, ggml_nbytes(graph.h));
-    ggml_backend_tensor_set(graph.ids, ids, 0, ggml_nbytes(graph.ids));
-    if (graph.weight != nullptr) {
-        ggml_backend_tensor_set(graph.weight, weight, 0, ggml_nbytes(graph.weight));
+    const std::pair<ggml_tensor *, const void *> inputs[] = { { graph.h, h }, { graph.ids, ids }, { graph.weight, weight } };
+    for (const auto & [tensor, data] : inputs) {
+        // One that the result does not depend on has no memory.
+        if (tensor != nullptr && tensor->buffer != nullptr) {
+            ggml_backend_tensor_set(tensor, data, 0, ggml_nbytes(tensor));
+        }
     }
     const ggml_status status = ggml_backend_graph_compute(engine_->backend.get(), graph.graph);
     if (status != GGML_STATUS_SUCCESS) {

@@ -308,6 +308,15 @@ Program Program::parse(const std::string & text) {
         throw ProgramError("layer program of " + std::to_string(text.size()) + " bytes; at most " +
                            std::to_string(max_bytes) + " are allowed");
     }
+    // First of all, so that every message can quote the text.
+    for (size_t i = 0, line = 1; i < text.size(); i++) {
+        const unsigned char c = static_cast<unsigned char>(text[i]);
+        if (c != '\n' && (c < 0x20 || c > 0x7e)) {
+            throw ProgramError("layer program, line " + std::to_string(line) + ": byte " + std::to_string(c) +
+                               " is not printable ASCII");
+        }
+        line += c == '\n' ? 1 : 0;
+    }
     if (text.empty() || text.back() != '\n') {
         throw ProgramError("layer program does not end with a line end");
     }

@@ -100,9 +100,19 @@ ProgramShape program_shape(const Program & program, const std::map<std::string, 
     return shape;
 }
 
+namespace {
+
+// Four tensors a step at most (gather), the inputs, and the result's copy.
+constexpr size_t tensors_max = 4 * Program::max_steps + 8;
+
+// Rows without gaps: a cut of several pairs has some.
+ggml_tensor * contiguous(ggml_context * context, ggml_tensor * t) {
+    return ggml_is_contiguous(t) ? t : ggml_cont(context, t);
+}
+
+}  // namespace
+
 size_t program_graph_context_bytes() {
-    // Two tensors a step at most, and the inputs.
-    constexpr size_t tensors_max = 2 * Program::max_steps + 8;
     return tensors_max * ggml_tensor_overhead() + ggml_graph_overhead_custom(tensors_max, false);
 }
 
@@ -157,16 +167,16 @@ ProgramGraph build_program_graph(ggml_context * context, const Program & program
                 t = ggml_unary(context, value(s.x), static_cast<ggml_unary_op>(s.kind));
                 break;
             case StepOp::sqr:   t = ggml_sqr(context, value(s.x)); break;
-            case StepOp::scale: t = ggml_scale_bias(context, value(s.x), s.a, s.b); break;
+            case StepOp::scale: t = ggml_scale_bias(context, contiguous(context, value(s.x)), s.a, s.b); break;
             case StepOp::clamp: t = ggml_clamp(context, value(s.x), s.a, s.b); break;
             case StepOp::mul:   t = ggml_mul(context, value(s.x), value(s.y)); break;
             case StepOp::add:   t = ggml_add(context, value(s.x), value(s.y)); break;
         }
         values.push_back(t);
     }
-    g.out = values[static_cast<size_t>(program.result)];
+    g.out = contiguous(context, values[static_cast<size_t>(program.result)]);
     ggml_set_output(g.out);
-    g.graph = ggml_new_graph_custom(context, 2 * Program::max_steps + 8, false);
+    g.graph = ggml_new_graph_custom(context, tensors_max, false);
     ggml_build_forward_expand(g.graph, g.out);
     return g;
 }
