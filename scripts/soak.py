@@ -1,0 +1,49 @@
+"""The long checks behind scripts/soak: each prints its seed, so that a failure can be run again."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+import test_expert_server  # noqa: E402
+import test_wire  # noqa: E402
+from server_rig import order, server  # noqa: E402
+
+
+async def fuzz_server(seconds: float, seed: int) -> int:
+    async with server(order(), max_rows=16) as process:
+        return await test_expert_server.fuzz(process, seconds, seed)
+
+
+def repeat(tests: str, seconds: float) -> int:
+    """Runs a test selection again and again; how often."""
+    end_s = time.monotonic() + seconds
+    rounds = 0
+    while rounds == 0 or time.monotonic() < end_s:
+        subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", *tests.split()], cwd=ROOT, check=True)
+        rounds += 1
+    return rounds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="scripts/soak", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10, help="for each check (default: 10)")
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="of the fuzzes (default: the clock)")
+    options = parser.parse_args()
+    seconds = options.minutes * 60
+    print(f"seed {options.seed}")
+    print("decoder fuzz:", test_wire.fuzz(seconds, options.seed), "mutants accepted")
+    print("server fuzz:", asyncio.run(fuzz_server(seconds, options.seed)), "mutants computed")
+    print("faults, over and over:", repeat("tests/test_faults.py", seconds), "rounds")
+    print("exactness, over and over:", repeat("tests/test_exactness.py", seconds), "rounds")
+
+
+if __name__ == "__main__":
+    main()
