@@ -1,5 +1,6 @@
 #include "handshake.hpp"
 
+#include <algorithm>
 #include <vector>
 
 namespace swarm {

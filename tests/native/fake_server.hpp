@@ -20,6 +20,10 @@
 #include <thread>
 #include <vector>
 
+#ifndef MSG_NOSIGNAL
+#define MSG_NOSIGNAL 0
+#endif
+
 namespace fake {
 
 using Data = std::vector<uint8_t>;

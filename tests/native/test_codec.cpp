@@ -215,6 +215,7 @@ TEST(replies_with_hostile_lengths) {
              "84a17601a2696407a179c400a178c70100ff",                // an ext type
              "84a17601a2696407a179c400a178c1",                      // the unused type
              "83a17601a2696407a56572726f7281a46b696e64a178",        // an error without message
+             "83a17601a2696407a56572726f7283a46b696e64a178a76d657373616765a178a765787065727473dc00110000000000000000000000000000000000",
              "84a17601a2696407a179c400a178919191919191919100",      // nesting: deeper than 8
          }) {
         CHECK(!decode(from_hex(hex), reply, problem));
@@ -345,6 +346,8 @@ TEST(handshake_of_the_rfc) {
         bad.erase(bad.find(removed), std::strlen(removed));
         CHECK(!check_upgrade_response(bad, key, problem));
     }
+    CHECK(!check_upgrade_response(good, "AGhlIHNhbXBsZSBub25jZQ==", problem));
+    CHECK_CONTAINS(problem, "Sec-WebSocket-Accept");
     std::string extended = good;
     extended.insert(extended.size() - 2, "Sec-WebSocket-Extensions: permessage-deflate\r\n");
     CHECK(!check_upgrade_response(extended, key, problem));

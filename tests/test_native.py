@@ -1,0 +1,41 @@
+"""The native code's own tests, built with the address and undefined-behaviour sanitizers."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import kernels
+import models
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parent.parent
+
+
+def _llama_cpp_source() -> str:
+    """The source that the build under test was made from."""
+    if os.environ.get("SWARM_LLAMA_CPP_SOURCE"):
+        return os.environ["SWARM_LLAMA_CPP_SOURCE"]
+    (cache,) = (ROOT / "build").glob("*/CMakeCache.txt")
+    found = re.search(r"^SWARM_LLAMA_CPP_SOURCE:INTERNAL=(.*)$", cache.read_text(), re.MULTILINE)
+    assert found is not None, cache
+    return found[1]
+
+
+def test_native_tests_pass_under_sanitizers() -> None:
+    folder = models.cache_folder() / "native-tests"
+    native = kernels.native_path("llama-server").parent
+    configure = ["cmake", "-S", str(ROOT / "tests" / "native"), "-B", str(folder), "-DSWARM_SANITIZE=ON"]
+    configure += [f"-DSWARM_LLAMA_CPP_SOURCE={_llama_cpp_source()}", f"-DSWARM_NATIVE_DIR={native}"]
+    for command in (configure, ["cmake", "--build", str(folder), "--parallel", "2"]):
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    for program in ("test_transport", "test_store"):
+        done = subprocess.run([folder / program], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+        assert re.search(r"\d+ tests, 0 failed checks", done.stdout)
