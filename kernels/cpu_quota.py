@@ -18,9 +18,9 @@ def cpu_quota(root: Path = Path("/")) -> float:
     return min([cores, *_group_quotas(root)])
 
 
-def default_threads() -> int:
+def default_threads(root: Path = Path("/")) -> int:
     """Compute threads for one process that has the machine's quota for itself: the quota rounded down, at least 1."""
-    return max(1, math.floor(cpu_quota() + 1e-6))
+    return max(1, math.floor(cpu_quota(root) + 1e-6))
 
 
 def _group_quotas(root: Path) -> list[float]:
