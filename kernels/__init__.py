@@ -115,4 +115,3 @@ def _check_build() -> Path:
 
 
 _NATIVE = _check_build()
-

@@ -91,7 +91,9 @@ async def _run_swarm_programs(index: ModelIndex) -> Any:
     try:
         output, errors = await asyncio.wait_for(process.communicate(), _TIMEOUT_S)
     except TimeoutError:
-        raise ModelError(f"{index.paths[0]}: llama.cpp did not build the model's graph within {_TIMEOUT_S:.0f} s") from None
+        raise ModelError(
+            f"{index.paths[0]}: llama.cpp did not build the model's graph within {_TIMEOUT_S:.0f} s"
+        ) from None
     finally:
         if process.returncode is None:
             process.kill()

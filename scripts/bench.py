@@ -123,7 +123,11 @@ async def run(options: argparse.Namespace) -> list[Way]:
             for number in range(options.repeat):
                 for suite in options.suites:
                     for way in ways:
-                        print(f"\r\033[K{suite}, round {number + 1} of {options.repeat}: {way.name}", end="", file=sys.stderr)
+                        print(
+                            f"\r\033[K{suite}, round {number + 1} of {options.repeat}: {way.name}",
+                            end="",
+                            file=sys.stderr,
+                        )
                         way.samples.setdefault(suite, []).append(await llama_bench(options, model, way, suite))
             print("\r\033[K", end="", file=sys.stderr)
     return ways

@@ -10,10 +10,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import numpy as np  # noqa: E402
+import numpy as np
 
-import kernels  # noqa: E402
-from node.expert_server import main  # noqa: E402
+import kernels
+from node.expert_server import main
 
 
 class PerturbedStore(kernels.ExpertStore):

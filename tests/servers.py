@@ -83,7 +83,9 @@ class Servers:
             shares = even_split(program.n_expert, len(self.processes))
             if uneven and len(shares) > 1:
                 # One expert on the first server, the rest as it comes.
-                shares = [(0, 0)] + [(first + 1, last + 1) for first, last in even_split(program.n_expert - 1, len(shares) - 1)]
+                shares = [(0, 0)] + [
+                    (first + 1, last + 1) for first, last in even_split(program.n_expert - 1, len(shares) - 1)
+                ]
             ranges += [(layer, first, last, number) for number, (first, last) in enumerate(shares)]
         for number, process in enumerate(self.processes):
             mine = [(layer, first, last) for layer, first, last, owner in ranges if owner == number]

@@ -7,15 +7,15 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import models
 import numpy as np
 import pytest
+from oracle import Job, Logits, evaluate, logits, native_program, nmse
+from servers import OVERRIDE, HeldModel, Servers
 
 from node.demo_model import demo_model
 from node.errors import ModelError
 from node.model_index import read_model
-import models
-from oracle import Job, Logits, evaluate, logits, native_program, nmse
-from servers import OVERRIDE, HeldModel, Servers
 
 pytestmark = pytest.mark.slow
 
@@ -79,9 +79,7 @@ def _check_one_round_each(held: HeldModel, result: Logits) -> None:
         assert node["calls"] <= sum(rounds.values())
     assert statistics["calls"] >= sum(rounds.values())
     assert statistics["failures"] == 0
-    experts = {
-        f"blk.{layer}.{name}" for layer in held.index.expert_layers for name in held.index.expert_tensors(layer)
-    }
+    experts = {f"blk.{layer}.{name}" for layer in held.index.expert_layers for name in held.index.expert_tensors(layer)}
     assert set(statistics["swarm_tensors"]) == experts
 
 

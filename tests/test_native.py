@@ -7,10 +7,10 @@ import re
 import subprocess
 from pathlib import Path
 
+import models
 import pytest
 
 import kernels
-import models
 
 pytestmark = pytest.mark.slow
 

@@ -8,11 +8,11 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import models
-from node.demo_model import demo_model
+import pytest
 from servers import OVERRIDE, Servers, native
+
+from node.demo_model import demo_model
 
 pytestmark = pytest.mark.slow
 
@@ -56,9 +56,7 @@ def test_perplexity_prints_the_same_digits(case: str, servers: Servers, text: Pa
         model, settings = models.moe_model(models.Shape(*case.split()[:1]), case.split()[1]), ["--no-repack"]
     expected = _perplexity(model, text, *settings)
     with servers.holding(model) as held:
-        result = _perplexity(
-            model, text, *settings, "--poll", "0", "-ot", "=".join(OVERRIDE), env=held.environment()
-        )
+        result = _perplexity(model, text, *settings, "--poll", "0", "-ot", "=".join(OVERRIDE), env=held.environment())
         assert held.statistics()["calls"] > 0
     assert result == expected
     print(case, expected[-1])

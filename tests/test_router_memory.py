@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 
 import aiohttp
+import models
 import psutil
 import pytest
 
-import models
 from node.layer_programs import read_programs
 from node.local_swarm import LocalSwarmOptions, local_swarm
 from node.model_index import read_model

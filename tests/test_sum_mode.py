@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import models
 import numpy as np
 import pytest
-
-import models
-from node.demo_model import demo_model
 from oracle import Job, logits, nmse
 from servers import OVERRIDE, Servers
 from test_exactness import WITHOUT_EXPERTS, architecture_models
+
+from node.demo_model import demo_model
 
 pytestmark = pytest.mark.slow
 
