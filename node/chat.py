@@ -36,6 +36,8 @@ async def stream_chat(
 ) -> AsyncIterator[ChatPiece]:
     """Streams the answer to ``messages``. ``url``: the server's root. Raises ChatError."""
     body = {"messages": list(messages), "stream": True, "max_tokens": max_tokens, "temperature": temperature}
+    # llama-server closes a kept connection after a streamed answer, which the next request on it would run into.
+    headers = {**headers, "Connection": "close"}
     finished = False
     try:
         async with session.post(f"{url}/v1/chat/completions", json=body, headers=headers) as response:
@@ -54,9 +56,7 @@ async def stream_chat(
                     raise ChatError(_error_text(data))
                 for choice in event["choices"]:
                     finished = finished or choice["finish_reason"] is not None
-                    yield ChatPiece(
-                        choice["delta"].get("content") or "", choice["finish_reason"], event.get("timings")
-                    )
+                    yield ChatPiece(choice["delta"].get("content") or "", choice["finish_reason"], event.get("timings"))
     except (aiohttp.ClientError, ConnectionError) as error:
         raise ChatError(f"the router's connection broke: {error or type(error).__name__}") from error
     if not finished:

@@ -7,46 +7,106 @@ import asyncio
 import contextlib
 import importlib.metadata
 import logging
+import os
 import signal
 import sys
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from node.errors import SwarmError
+from node.config import add_flags
+from node.errors import ConfigError, SwarmError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
-    options = _parser().parse_args(arguments)
-    logging.basicConfig(
-        level=logging.DEBUG if options.verbose else logging.CRITICAL,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    # `swarm-node` alone, or with settings only, runs a node.
+    if not given or (given[0].startswith("-") and given[0] not in ("-h", "--help", "--version", "-v", "--verbose")):
+        given.insert(0, "run")
+    options = _parser().parse_args(given)
+    try:
+        return _run(options)
+    except KeyboardInterrupt:  # before the signals were taken over
+        return 128 + signal.SIGINT
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.run is not _run_node:  # which has settings for its log
+        logging.basicConfig(
+            level=logging.DEBUG if options.verbose else logging.CRITICAL,
+            format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        )
+    return_status = 1
     try:
         return asyncio.run(_until_signalled(options.run(options)))
+    except* ConfigError as group:
+        for error in _leaves(group):
+            print(error, file=sys.stderr)
+        return_status = 2
     except* (SwarmError, FileNotFoundError) as group:
         for error in _leaves(group):
             print(f"swarm-node: {error}", file=sys.stderr)
-    return 1
+    except* BrokenPipeError:
+        # Whoever read stdout is gone (`| head -1`). What Python flushes at its end must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return return_status
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="swarm-node",
-        description="Ordinary machines of one LAN serve one Mixture-of-Experts model that none of them could hold alone.",
+        description="Ordinary machines of one LAN serve one Mixture-of-Experts model that none could hold alone. "
+        "Without a command, runs a node: `swarm-node --model FILE` on the machine that has the model, `swarm-node` on "
+        "the others.",
     )
     parser.add_argument("--version", action="version", version=f"swarm-node {_version()}")
     parser.add_argument("-v", "--verbose", action="store_true", help="log what happens inside, on stderr")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    run = commands.add_parser(
+        "run",
+        help="run a node (the default)",
+        description="Runs a node until Ctrl-C. Settings come from swarm.toml, SWARM_SECTION_NAME variables and these flags.",
+        epilog="examples: swarm-node --model model.gguf    swarm-node    swarm-node --seed 192.168.1.5:4100",
+        allow_abbrev=False,
+    )
+    add_flags(run)
+    run.set_defaults(run=_run_node)
+    ask = commands.add_parser(
+        "ask",
+        help="ask the swarm a question",
+        description="Streams the answer of a running swarm: of this machine's node, of one found on the network, or of --url.",
+        epilog='example: swarm-node ask "What is the capital of France?"',
+    )
+    ask.add_argument("text", type=_question, metavar="TEXT")
+    ask.add_argument("--max-tokens", type=_token_count, default=512, metavar="N", help="longest answer (default: 512)")
+    status = commands.add_parser(
+        "status",
+        help="show nodes, slices, router, and what is missing",
+        description="Shows the swarm as a node sees it. Exit status 0: ready for queries; 3: not.",
+    )
+    for command, work in ((ask, _ask), (status, _status)):
+        command.add_argument("--url", metavar="URL", help="a node, http://HOST:PORT (default: found by itself)")
+        command.add_argument("--json", action="store_true", help="JSON, for scripts")
+        command.add_argument("--config", metavar="FILE", help="swarm.toml with this machine's port")
+        command.set_defaults(run=work)
+    ask.add_argument(
+        "--api-key", default=os.environ.get("SWARM_API_KEY", ""), metavar="KEY", help="the swarm's API key"
+    )
+    keygen = commands.add_parser(
+        "keygen",
+        help="make a swarm key",
+        description="Prints a new swarm key: put it into `[swarm] key` of swarm.toml on every machine of the swarm.",
+    )
+    keygen.set_defaults(run=_keygen)
     demo = commands.add_parser(
         "demo",
         help="a swarm of several processes on this machine, with a small built-in chat model",
-        description="Carves SmolLM2-135M into a Mixture of Experts (once, in the cache folder), starts expert servers on "
-        "loopback that share every layer's experts, and llama-server over them, which holds no expert itself.",
+        description="Carves SmolLM2-135M into a Mixture of Experts (once, in the cache folder), starts expert servers "
+        "on loopback that share every layer's experts, and llama-server over them, which holds no expert itself.",
         epilog='example: swarm-node demo --nodes 3 --ask "What is the capital of France? Tell me one fact about it."',
     )
     demo.add_argument("--nodes", type=_node_count, default=3, metavar="N", help="expert servers, 1 to 8 (default: 3)")
-    demo.add_argument("--ask", metavar="TEXT", help="answer this and exit; without it, a chat prompt")
+    demo.add_argument("--ask", type=_question, metavar="TEXT", help="answer this and exit; without it, a chat prompt")
     demo.add_argument("--json", action="store_true", help="one JSON object per event on stdout, for scripts")
     demo.add_argument(
         "--reduce",
@@ -54,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
         default="rows",
         help="what experts send back: each row (the bits of one machine; default) or sums (less traffic)",
     )
-    demo.add_argument("--max-tokens", type=int, default=256, metavar="N", help="longest answer (default: 256)")
+    demo.add_argument("--max-tokens", type=_token_count, default=256, metavar="N", help="longest answer (default: 256)")
     demo.set_defaults(run=_demo)
     return parser
 
@@ -67,11 +127,46 @@ def _version() -> str:
 
 
 def _node_count(text: str) -> int:
-    value = int(text)
-    # The demo model has 8 experts a layer.
-    if not 1 <= value <= 8:
-        raise argparse.ArgumentTypeError("must be 1 to 8: the demo model has 8 experts a layer")
-    return value
+    if not text.isdecimal() or not 1 <= int(text) <= 8:
+        raise argparse.ArgumentTypeError(f"{text!r} is not 1 to 8: the demo model has 8 experts a layer")
+    return int(text)
+
+
+def _token_count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens")
+    return int(text)
+
+
+def _question(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("the question is empty")
+    return text
+
+
+def _run_node(options: argparse.Namespace) -> Coroutine[Any, Any, int]:
+    from node.run_command import run_node
+
+    return run_node(options)
+
+
+def _ask(options: argparse.Namespace) -> Coroutine[Any, Any, int]:
+    from node.client_command import run_ask
+
+    return run_ask(options)
+
+
+def _status(options: argparse.Namespace) -> Coroutine[Any, Any, int]:
+    from node.client_command import run_status
+
+    return run_status(options)
+
+
+async def _keygen(options: argparse.Namespace) -> int:
+    from node.swarm_key import SwarmKey
+
+    print(SwarmKey.generate().text())
+    return 0
 
 
 def _demo(options: argparse.Namespace) -> Coroutine[Any, Any, int]:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from node.chat import ChatError, stream_chat
@@ -23,7 +25,7 @@ from node.expert_process import ProcessEvent, SliceAnswer
 from node.layer_programs import read_programs
 from node.local_swarm import LocalSwarm, LocalSwarmOptions, local_swarm
 from node.model_index import ModelIndex, read_model
-from node.router_engine import EngineOptions, ExpertFailure
+from node.router_engine import REPORT_DELAY_S, EngineOptions, ExpertFailure
 
 
 @dataclass(frozen=True)
@@ -43,33 +45,54 @@ class _Screen:
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
         self.console = Console(stderr=True, quiet=as_json, highlight=False)
+        self._in_answer = False
+
+    def answer_text(self, text: str) -> None:
+        if text and not self.as_json:
+            print(text, end="", flush=True)
+            self._in_answer = True
+        elif text:
+            self.event("text", text=text)
+
+    def answer_end(self) -> None:
+        if self._in_answer:
+            print(flush=True)
+        self._in_answer = False
 
     def event(self, kind: str, /, **fields: Any) -> None:
         if self.as_json:
             print(json.dumps({"event": kind, **fields}), flush=True)
 
     def process_event(self, name: str, event: ProcessEvent) -> None:
-        if event.kind in ("reloaded", "gave_up") or (event.kind == "exited" and event.returncode != 0):
-            self.console.print(f"[yellow]{name}[/]: {event.message}")
+        if event.kind == "reloaded" or (event.kind == "exited" and event.returncode != 0):
+            if self._in_answer:
+                self.console.print()
+            self.console.print(f"[yellow]{name}[/]: {escape(event.message)}")
             self.event("node", node=name, kind=event.kind, message=event.message)
 
     def holdings(self, index: ModelIndex, swarm: LocalSwarm) -> None:
-        table = Table(title=f"Who holds what of {index.architecture} ({index.n_expert} experts a layer)")
+        assert swarm.engine is not None
+        layers = index.expert_layers
+        table = Table(
+            title=f"SmolLM2-135M-Instruct, {len(layers)} layers of {index.n_expert} experts: who holds what",
+            caption="The router has all of the model but the experts.",
+            title_justify="left",
+            caption_justify="left",
+        )
         for heading in ("node", "process", "port", "layers", "experts of each", "memory"):
             table.add_column(heading)
+        table.add_row("router", str(swarm.engine.process.pid), swarm.engine.url.rpartition(":")[2], "", "none", "")
         for node in swarm.nodes:
-            layers = sorted({layer for layer, _, _ in node.ranges})
             experts = sorted({f"{first}-{last}" for _, first, last in node.ranges})
             table.add_row(
                 node.name,
                 str(node.process.pid),
                 str(node.process.port),
-                f"{layers[0]}-{layers[-1]}",
+                f"{min(node.ranges)[0]}-{max(node.ranges)[0]}",
                 ", ".join(experts),
                 f"{node.memory_bytes / 2**20:.1f} MiB",
             )
         self.console.print(table)
-        self.console.print("The router (llama-server) holds the rest: attention, gating, sampling; no expert.")
         for node in swarm.nodes:
             self.event(
                 "holds",
@@ -113,7 +136,9 @@ async def _started(
         def on_slice(name: str, answer: SliceAnswer) -> None:
             nonlocal ready
             ready += 1
-            status.update(f"Loading experts … {ready} of {n_slices} slices" + (", starting the router" * (ready == n_slices)))
+            status.update(
+                f"Loading experts … {ready} of {n_slices} slices" if ready < n_slices else "Starting the router …"
+            )
 
         swarm_options = LocalSwarmOptions(
             nodes=options.nodes, reduce=options.reduce, engine=EngineOptions(context=4096, parallel=2)
@@ -158,21 +183,18 @@ async def _ask(
             ):
                 answer += piece.text
                 timings = dict(piece.timings or timings)
-                if not options.json:
-                    print(piece.text, end="", flush=True)
-                elif piece.text:
-                    screen.event("text", text=piece.text)
+                screen.answer_text(piece.text)
     except ChatError as error:
-        # llama-server only says "Compute error."; which node, layer and experts failed came by the control channel.
+        # llama-server only says "Compute error."; which node, layer and experts failed comes by the control channel.
+        if not failures:
+            await asyncio.sleep(REPORT_DELAY_S)
         causes = [str(failure) for failure in failures] or [str(error)]
-        if not options.json:
-            print(flush=True)
+        screen.answer_end()
         for cause in causes:
-            screen.console.print(f"[red]The answer failed:[/] {cause}")
+            screen.console.print(f"[red]The answer failed:[/] {escape(cause)}")
         screen.event("error", message=str(error), causes=causes)
         return 1
-    if not options.json:
-        print(flush=True)
+    screen.answer_end()
     messages.append({"role": "assistant", "content": answer})
     tokens, speed = timings.get("predicted_n", 0), timings.get("predicted_per_second", 0.0)
     screen.console.print(f"[dim]{tokens} tokens, {speed:.1f} a second[/]")
@@ -184,29 +206,58 @@ async def _ask(
 
 async def _chat(swarm: LocalSwarm, options: DemoOptions, screen: _Screen, failures: list[ExpertFailure]) -> None:
     assert swarm.engine is not None
+    has_terminal = sys.stdin is not None and sys.stdin.isatty()
+    prompt = "[bold]you>[/] " if has_terminal else ""
     screen.console.print(
-        f"\nOpenAI API: [bold]{swarm.engine.url}/v1[/]  key: {swarm.engine.api_key}\nCtrl-C ends everything.\n"
+        f"\nOpenAI API: [bold]{swarm.engine.url}/v1[/]  key: {swarm.engine.api_key}\n"
+        + ("Ctrl-C or Ctrl-D ends everything.\n" if has_terminal else "Up until SIGINT or SIGTERM.")
     )
     messages: list[dict[str, str]] = []
-    reader = await _stdin_lines()
-    while True:
-        if sys.stdin.isatty():
-            screen.console.print("[bold]you>[/] ", end="")
-        line = await reader.readline()
-        if not line:
-            # No terminal to read from: the endpoints stay up until Ctrl-C or SIGTERM.
-            await asyncio.Event().wait()
-        if text := line.decode(errors="replace").strip():
-            messages.append({"role": "user", "content": text})
-            if await _ask(swarm, messages, options, screen, failures) != 0:
-                messages.pop()
-
-
-async def _stdin_lines() -> asyncio.StreamReader:
-    reader = asyncio.StreamReader()
     try:
-        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    except (ValueError, OSError):  # a file or /dev/null
-        reader.feed_data(sys.stdin.buffer.read())
-        reader.feed_eof()
-    return reader
+        screen.console.print(prompt, end="")
+        async with contextlib.aclosing(_stdin_lines()) as lines:
+            async for line in lines:
+                if text := line.strip():
+                    messages.append({"role": "user", "content": text})
+                    if await _ask(swarm, messages, options, screen, failures) != 0:
+                        messages.pop()
+                screen.console.print(prompt, end="")
+        if not has_terminal:
+            await asyncio.Event().wait()
+    finally:
+        if has_terminal:
+            screen.console.print()  # the shell's prompt gets a line of its own
+
+
+async def _stdin_lines() -> AsyncGenerator[str, None]:
+    # Not as a pipe of asyncio's, which makes stdin non-blocking, and with it stdout and stderr on the same terminal.
+    if sys.stdin is None:
+        return
+    loop = asyncio.get_running_loop()
+    descriptor = sys.stdin.fileno()
+    pieces: asyncio.Queue[bytes] = asyncio.Queue()
+
+    def read() -> None:
+        try:
+            piece = os.read(descriptor, 65536)
+        except OSError:  # the terminal is gone
+            piece = b""
+        if not piece:
+            loop.remove_reader(descriptor)
+        pieces.put_nowait(piece)
+
+    try:
+        loop.add_reader(descriptor, read)
+    except OSError:  # a file or /dev/null, which never keep one waiting
+        pieces.put_nowait(sys.stdin.buffer.read())
+        pieces.put_nowait(b"")
+    try:
+        text = b""
+        while piece := await pieces.get():
+            *lines, text = (text + piece).split(b"\n")
+            for line in lines:
+                yield line.decode(errors="replace")
+        if text:
+            yield text.decode(errors="replace")
+    finally:
+        loop.remove_reader(descriptor)

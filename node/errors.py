@@ -4,11 +4,15 @@ SwarmError                  message, and what it is about: node, layer, experts
 ├── CallRefused             an expert call was refused or failed: kind, retry, call_id
 │   ├── MalformedMessage    kind bad_request: not what docs/protocol.md says
 │   └── UnsupportedVersion  kind unsupported_version
+├── ConfigError             settings that are unknown or wrong: problems, one text each
 ├── ExpertProcessError      the expert server process cannot be used
 │   ├── ExpertProcessExited it ended: returncode
 │   └── ExpertProcessGaveUp it crashed too often to be started again
+├── IdentityError           the node's state folder cannot be used
 ├── ModelError              a model file that is damaged, or that this program cannot use
-└── RoutingError            slices that cannot be a routing table
+├── NotAuthenticated        a request or reply between nodes does not prove the swarm key: fresh_nonce_helps
+├── RoutingError            slices that cannot be a routing table
+└── SwarmKeyError           a text that is no swarm key
 """
 
 from __future__ import annotations
@@ -75,6 +79,14 @@ class UnsupportedVersion(CallRefused):
         super().__init__(message, kind="unsupported_version", call_id=call_id)
 
 
+class ConfigError(SwarmError):
+    """Settings that are unknown or wrong. `problems` holds all of them, one line each; the message is these lines."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = tuple(problems)
+
+
 class ExpertProcessError(SwarmError):
     """The expert server process cannot be started or used."""
 
@@ -91,9 +103,25 @@ class ExpertProcessGaveUp(ExpertProcessError):
     """The expert server process crashed too often to be started again."""
 
 
+class IdentityError(SwarmError):
+    """The node's state folder is in use by another agent, or cannot be read or written."""
+
+
 class ModelError(SwarmError):
     """A model file that is missing, damaged, or that this program cannot use."""
 
 
+class NotAuthenticated(SwarmError):
+    """A request or a reply between nodes does not prove the swarm key. `fresh_nonce_helps`: try again with a new one."""
+
+    def __init__(self, message: str, *, node: str | None = None, fresh_nonce_helps: bool = False) -> None:
+        super().__init__(message, node=node)
+        self.fresh_nonce_helps = fresh_nonce_helps
+
+
 class RoutingError(SwarmError):
     """Slices or nodes that cannot be a routing table."""
+
+
+class SwarmKeyError(SwarmError):
+    """A text that is no swarm key. The message does not repeat it."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import json
 import logging
 import os
@@ -30,10 +31,12 @@ import numpy as np
 from aiohttp import WSMsgType, web
 
 from node import parent_death, wire
+from node.call_guard import CallGuard
 from node.compute_queue import ComputeQueue
-from node.errors import CallRefused, MalformedMessage
+from node.errors import CallRefused, MalformedMessage, NotAuthenticated
 from node.expert_calls import ExpertCalls
 from node.slices import SliceHolder
+from node.swarm_key import STREAMED, Accepted
 from node.unpack import LARGE_BYTES, Body
 
 log = logging.getLogger(__name__)
@@ -69,6 +72,7 @@ class ExpertServer:
             access_log=None,
         )
         self._listener: asyncio.Server | None = None
+        self._guard = CallGuard.from_environment()
 
     async def listen(self, host: str, port: int) -> int:
         """Starts to answer; returns the port. Raises OSError when the address cannot be used."""
@@ -93,11 +97,14 @@ class ExpertServer:
 
     async def _dispatch(self, request: web.BaseRequest) -> web.StreamResponse:
         method, path = request.method, request.path
+        accepted = self._guard.check(request) if path in ("/v1/ffn", "/v1/stats") else None
+        if isinstance(accepted, web.Response):
+            return accepted
         if path == "/v1/ffn":
             if method == "POST":
-                return await self._post(request)
+                return await self._post(request, accepted)
             if method == "GET" and request.headers.get("Upgrade", "").lower() == "websocket":
-                return await self._socket(request)
+                return await self._socket(request, accepted)
             return web.Response(status=405, headers={"Allow": "POST"})
         answer = {"/health": self._health, "/ready": self._ready, "/v1/stats": self._stats}.get(path)
         if answer is None:
@@ -125,15 +132,17 @@ class ExpertServer:
             }
         )
 
-    async def _post(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def _post(self, request: web.BaseRequest, accepted: Accepted | None) -> web.StreamResponse:
         arrived_s = time.monotonic()
         reply: Body
         try:
             # The body is named nowhere here: answer() lets go of it before it makes the reply.
-            status, reply = await self._calls.answer(await self._read_body(request), arrived_s)
+            status, reply = await self._calls.answer(await self._read_body(request, accepted), arrived_s)
         except CallRefused as error:
             status, reply = self._calls.refuse(error)
         response = web.StreamResponse(status=status, headers={"Content-Type": wire.CONTENT_TYPE})
+        if accepted is not None:
+            response.headers["Authentication-Info"] = accepted.reply_header(status, hashlib.sha256(reply).hexdigest())
         response.content_length = len(reply)
         if status == 413:
             response.force_close()
@@ -150,7 +159,7 @@ class ExpertServer:
                 request.transport.abort()
         return response
 
-    async def _read_body(self, request: web.BaseRequest) -> Body:
+    async def _read_body(self, request: web.BaseRequest, accepted: Accepted | None) -> Body:
         """The whole body, refused before it is read when it is too large. Raises CallRefused."""
         if request.content_type != wire.CONTENT_TYPE or "Content-Encoding" in request.headers:
             raise MalformedMessage(f"a call's content type is {wire.CONTENT_TYPE}, without content encoding")
@@ -178,7 +187,13 @@ class ExpertServer:
             raise MalformedMessage(f"the body stopped after {n_read} bytes") from None
         except (web.HTTPException, ValueError, OSError):
             raise MalformedMessage(f"the body broke off after {n_read} bytes") from None
-        return growing if body is None else body[:n_read]
+        whole: Body = growing if body is None else body[:n_read]
+        if accepted is not None:
+            try:
+                accepted.check_body(hashlib.sha256(whole).hexdigest())
+            except NotAuthenticated as error:
+                raise MalformedMessage(error.message) from None
+        return whole
 
     def _too_large(self, size: str) -> CallRefused:
         limit = self.slices.limit_bytes
@@ -186,7 +201,7 @@ class ExpertServer:
             return CallRefused("slices are still loading", kind="not_ready", retry=True)
         return CallRefused(f"the body has {size}, the limit for the layers held here is {limit}", kind="too_large")
 
-    async def _socket(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def _socket(self, request: web.BaseRequest, accepted: Accepted | None) -> web.StreamResponse:
         limit = self.slices.limit_bytes
         try:
             _refuse_browser(request)
@@ -197,6 +212,8 @@ class ExpertServer:
             return web.Response(status=status, body=reply, content_type=wire.CONTENT_TYPE)
         # aiohttp refuses a message of max_msg_size itself.
         socket = web.WebSocketResponse(max_msg_size=limit + 1, compress=False, autoping=True, heartbeat=None)
+        if accepted is not None:
+            socket.headers["Authentication-Info"] = accepted.reply_header(101, STREAMED)
         await socket.prepare(request)
         state = self._sockets[socket] = _SocketState(limit)
         try:

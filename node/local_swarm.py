@@ -89,7 +89,10 @@ async def expert_servers(
     try:
         await asyncio.gather(*(process.start() for process in processes))
         loaded = await asyncio.gather(
-            *(_load(process, index, programs, share, on_slice) for process, share in zip(processes, shares, strict=True))
+            *(
+                _load(process, index, programs, share, on_slice)
+                for process, share in zip(processes, shares, strict=True)
+            )
         )
         nodes = tuple(
             LocalNode(name, process, tuple(share), memory)
@@ -118,9 +121,10 @@ async def local_swarm(
     crashed too often or llama-server has ended.
     """
     async with (
-        expert_servers(
-            index, programs, options, log_folder=log_folder, on_slice=on_slice, on_event=on_event
-        ) as (nodes, table),
+        expert_servers(index, programs, options, log_folder=log_folder, on_slice=on_slice, on_event=on_event) as (
+            nodes,
+            table,
+        ),
         router_engine(
             index.paths[0], table, options.engine, log_path=log_folder / "router.log", on_failure=on_failure
         ) as engine,

@@ -16,7 +16,7 @@ import shutil
 import socket
 import tempfile
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -180,11 +180,12 @@ async def router_engine(
     options: EngineOptions | None = None,
     *,
     log_path: Path,
+    environment: Mapping[str, str] | None = None,
     on_failure: Callable[[ExpertFailure], None] | None = None,
 ) -> AsyncIterator[RouterEngine]:
     """Starts llama-server on ``model_path`` and waits until it answers; ends it on leaving, within 4 s.
 
-    Every slice of ``table`` must be ready: llama-server decodes a small batch of its own at start. Raises
+    ``environment`` is added to llama-server's. Every slice of ``table`` must be ready: llama-server decodes a small batch of its own at start. Raises
     RouterEngineError.
     """
     options = options or EngineOptions()
@@ -194,7 +195,7 @@ async def router_engine(
         socket_path = folder / "control"
         server = await asyncio.start_unix_server(control.serve, path=socket_path, limit=_LINE_BYTES_MAX)
         async with server:
-            engine = await _start(model_path, options, socket_path, control, log_path)
+            engine = await _start(model_path, options, socket_path, control, log_path, environment or {})
             try:
                 await _wait_ready(engine, control)
                 yield engine
@@ -213,7 +214,12 @@ def _socket_folder() -> Path:
 
 
 async def _start(
-    model_path: str, options: EngineOptions, socket_path: Path, control: _Control, log_path: Path
+    model_path: str,
+    options: EngineOptions,
+    socket_path: Path,
+    control: _Control,
+    log_path: Path,
+    extra_environment: Mapping[str, str],
 ) -> RouterEngine:
     port = _free_port()
     api_key = secrets.token_urlsafe(24)
@@ -221,14 +227,15 @@ async def _start(
     arguments = [
         *("--model", model_path, "--override-tensor", f"{EXPERT_TENSOR_PATTERN}=Swarm"),
         *("--host", "127.0.0.1", "--port", str(port)),
-        *("--ctx-size", str(options.context), "--parallel", str(options.parallel), "--ubatch-size", str(options.ubatch)),
+        *("--ctx-size", str(options.context), "--parallel", str(options.parallel)),
+        *("--ubatch-size", str(options.ubatch)),
         *("--threads", str(threads), "--poll", "0", "--no-warmup", "--fit", "off"),
         *("--cache-ram", str(options.cache_ram_mib), "--ctx-checkpoints", "0" if options.cache_ram_mib == 0 else "8"),
         # Mapped, the pages of the whole file would be resident, experts included.
         *("--load-mode", "none"),
         *options.extra,
     ]
-    environment = router_environment()
+    environment = router_environment() | dict(extra_environment)
     environment |= {
         "SWARM_CONTROL": f"unix:{socket_path}",
         "SWARM_PARENT_PID": str(os.getpid()),

@@ -183,7 +183,8 @@ async def fuzz(process: ExpertProcess, seconds: float, seed: int) -> int:
     """Sends mutated calls for that long over a WebSocket; each must be answered. How many were right."""
     generator = random.Random(seed)
     seeds = [
-        wire.encode_request(call([[2, 3], [4]], reduce=reduce, dtype=dtype))
+        # The highest term there is: a mutant with a higher one would have all later ones refused as stale.
+        wire.encode_request(call([[2, 3], [4]], reduce=reduce, dtype=dtype, term=2**64 - 1))
         for reduce in ("rows", "sum")
         for dtype in ("f32", "bf16")
     ]

@@ -1,5 +1,6 @@
 #include "backend_session.hpp"
 
+#include "call_proof.hpp"
 #include "expert_weights.hpp"
 
 #include "ggml-impl.h"
@@ -34,7 +35,12 @@ BackendSession & BackendSession::instance() {
     return *session;
 }
 
-BackendSession::BackendSession() : caller_(std::make_unique<Caller>()), stats_path_(environment("SWARM_STATS")) {
+BackendSession::BackendSession()
+    : caller_(std::make_unique<Caller>(parse_call_key(environment("SWARM_CALL_KEY")))),
+      stats_path_(environment("SWARM_STATS")) {
+    if (!environment("SWARM_CALL_KEY").empty() && parse_call_key(environment("SWARM_CALL_KEY")).empty()) {
+        GGML_LOG_ERROR("swarm: SWARM_CALL_KEY is not 64 hexadecimal digits; calls prove no key\n");
+    }
     const std::string table_path = environment("SWARM_TABLE");
     if (!table_path.empty()) {
         std::string problem;

@@ -48,7 +48,7 @@ bool Caller::Impl::compute(const LayerInput & input, float * out, Failure & fail
            split.combine(out, failure);
 }
 
-Caller::Caller() : impl_(std::make_unique<Impl>()) {}
+Caller::Caller(const std::string & call_key) : impl_(std::make_unique<Impl>()) { impl_->peers.set_call_key(call_key); }
 
 Caller::~Caller() = default;
 

@@ -42,7 +42,8 @@ struct Failure {
 
 class Caller {
   public:
-    Caller();
+    // `call_key`: 32 bytes that nodes and this router prove to each other, or empty.
+    explicit Caller(const std::string & call_key = "");
     ~Caller();
     Caller(const Caller &)             = delete;
     Caller & operator=(const Caller &) = delete;

@@ -69,9 +69,11 @@ std::string websocket_accept(std::string_view key) {
     return base64(digest.data(), digest.size());
 }
 
-std::string upgrade_request(const std::string & host_and_port, const std::string & path, const std::string & key) {
+std::string upgrade_request(const std::string & host_and_port, const std::string & path, const std::string & key,
+                            const std::string & authorization) {
     return "GET " + path + " HTTP/1.1\r\nHost: " + host_and_port +
-           "\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Key: " + key + "\r\nSec-WebSocket-Version: 13\r\n\r\n";
+           "\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Key: " + key + "\r\nSec-WebSocket-Version: 13\r\n" +
+           (authorization.empty() ? "" : "Authorization: " + authorization + "\r\n") + "\r\n";
 }
 
 namespace {
@@ -144,6 +146,31 @@ bool check_upgrade_response(std::string_view head, std::string_view key, std::st
         return false;
     }
     return true;
+}
+
+int http_status(std::string_view head) {
+    if (head.substr(0, 9) != "HTTP/1.1 " || head.size() < 12) {
+        return 0;
+    }
+    int status = 0;
+    for (const char c : head.substr(9, 3)) {
+        if (c < '0' || c > '9') {
+            return 0;
+        }
+        status = status * 10 + (c - '0');
+    }
+    return status;
+}
+
+std::string_view http_header(std::string_view head, std::string_view name) {
+    for (size_t begin = head.find("\r\n"); begin != std::string_view::npos; begin = head.find("\r\n", begin + 2)) {
+        const std::string_view line  = head.substr(begin + 2, head.find("\r\n", begin + 2) - begin - 2);
+        const size_t           colon = line.find(':');
+        if (colon != std::string_view::npos && lower(line.substr(0, colon)) == name) {
+            return trimmed(line.substr(colon + 1));
+        }
+    }
+    return {};
 }
 
 }  // namespace swarm

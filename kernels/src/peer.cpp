@@ -64,6 +64,7 @@ void PeerSet::follow(const RoutingTable & table) {
         auto        peer = std::make_unique<Peer>();
         std::string problem;
         peer->node = node;
+        peer->socket.set_call_key(call_key_);
         parse_address(node.host, node.port, peer->address, problem);  // the table checked that it can be parsed
         if (found != former.end() && found->second) {
             peer->statistics                = found->second->statistics;  // restarted elsewhere: its counters go on

@@ -55,6 +55,9 @@ struct Peer {
 
 class PeerSet {
   public:
+    // Proved whenever a connection is opened from now on; see WebSocket::set_call_key.
+    void set_call_key(const std::string & key) { call_key_ = key; }
+
     // Peers of the table's nodes, in its order. A node of the same name, host and port stays connected.
     void follow(const RoutingTable & table);
 
@@ -73,6 +76,7 @@ class PeerSet {
     void forget_replies();
 
   private:
+    std::string                        call_key_;
     std::vector<std::unique_ptr<Peer>> peers_;
     mutable std::mutex                 mutex_;  // peers_ itself and all counters
     uint64_t                           calls_    = 0;

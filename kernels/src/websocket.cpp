@@ -79,11 +79,17 @@ void WebSocket::fail(const std::string & reason) {
 }
 
 void WebSocket::start_connect(const Address & address, const std::string & path) {
+    address_    = address;
+    host_       = address.text;
+    path_       = path;
+    challenges_ = 0;
+    connect();
+}
+
+void WebSocket::connect() {
     reset();
-    host_          = address.text;
-    path_          = path;
     bool connected = false;
-    fd_            = swarm::start_connect(address, connected, problem_);
+    fd_            = swarm::start_connect(address_, connected, problem_);
     if (fd_ < 0) {
         fail(problem_);
         return;
@@ -101,7 +107,17 @@ void WebSocket::start_upgrade() {
         std::memcpy(nonce + i, &value, 8);
     }
     key_                      = base64(nonce, sizeof(nonce));
-    const std::string request = upgrade_request(host_, path_, key_);
+    std::string authorization;
+    if (!call_key_.empty() && !nonce_.empty()) {
+        // The characters that base64 has besides base64url's are few enough to be replaced.
+        std::string cnonce = key_.substr(0, 22);
+        std::replace(cnonce.begin(), cnonce.end(), '+', '-');
+        std::replace(cnonce.begin(), cnonce.end(), '/', '_');
+        proof_        = prove_call(call_key_, path_, host_, nonce_, cnonce);
+        authorization = proof_.authorization;
+        nonce_.clear();
+    }
+    const std::string request = upgrade_request(host_, path_, key_, authorization);
     tx_.reserve(request.size(), 0);
     std::memcpy(tx_.data(), request.data(), request.size());
     tx_begin_ = 0;
@@ -172,12 +188,33 @@ bool WebSocket::parse_upgrade() {
         }
         return false;
     }
-    if (!check_upgrade_response(received.substr(0, end + 4), key_, problem_)) {
+    const std::string head(received.substr(0, end + 4));
+    if (!call_key_.empty() && http_status(head) == 401 && answer_challenge(head)) {
+        return false;
+    }
+    if (!check_upgrade_response(head, key_, problem_)) {
         fail(problem_);
+        return false;
+    }
+    if (!call_key_.empty() && (proof_.mac.empty() || !answer_is_proved(call_key_, proof_, 101, http_header(head, "authentication-info")))) {
+        fail("the node does not prove the swarm key: it has none, or another");
         return false;
     }
     rx_parsed_ = end + 4;
     state_     = State::open;
+    return true;
+}
+
+// True: the upgrade is tried again with the nonce that the server gave.
+bool WebSocket::answer_challenge(std::string_view head) {
+    // The first attempt asks for a nonce; a second may meet one that has aged meanwhile.
+    constexpr int max_challenges = 3;
+    const std::string nonce      = nonce_in(http_header(head, "www-authenticate"));
+    if (nonce.empty() || ++challenges_ > max_challenges) {
+        return false;
+    }
+    nonce_ = nonce;
+    connect();
     return true;
 }
 

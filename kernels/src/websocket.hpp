@@ -5,6 +5,7 @@
 // Loop: poll fd() for what want_read() and want_write() say; call on_writable() or on_readable() (either on POLLERR
 // or POLLHUP); then look at state(). One received message is kept until release_message().
 
+#include "call_proof.hpp"
 #include "msgpack.hpp"
 #include "net.hpp"
 
@@ -22,6 +23,9 @@ class WebSocket {
     ~WebSocket();
     WebSocket(const WebSocket &)             = delete;
     WebSocket & operator=(const WebSocket &) = delete;
+
+    // 32 bytes: the upgrade proves this key to the server, and demands the same of it. Empty: no proof either way.
+    void set_call_key(const std::string & key) { call_key_ = key; }
 
     // Drops what there was and starts anew. State closed afterwards: failed at once, reason() says why.
     void start_connect(const Address & address, const std::string & path);
@@ -73,6 +77,8 @@ class WebSocket {
     void     flush();
     void     start_upgrade();
     bool     parse_upgrade();
+    bool     answer_challenge(std::string_view head);
+    void     connect();
     void     parse_frames();
     bool     parse_header();
     bool     handle_control(unsigned opcode, const uint8_t * payload, size_t size);
@@ -85,6 +91,10 @@ class WebSocket {
     int         fd_    = -1;
     std::string reason_ = "not connected";
     std::string host_, path_, key_;
+    std::string call_key_, nonce_;  // nonce_: given by the server for the next attempt
+    Address     address_;
+    CallProof   proof_;
+    int         challenges_ = 0;    // answered in a row
     std::string problem_;
     uint64_t    random_state_;
 

@@ -1,0 +1,490 @@
+"""The agent: one per machine. It finds its peers, holds its share of the experts, routes if it is elected, and answers queries.
+
+One root TaskGroup owns every task. Whatever a peer or a child does, the agent's event loop only passes messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import platform
+import tempfile
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import psutil
+from aiohttp import web
+
+import kernels
+from node.auth import host_allowed, is_json, is_private, origin_allowed
+from node.call_guard import CALL_KEY_VARIABLE
+from node.config import Config
+from node.discovery import discovery, local_addresses
+from node.errors import ModelError, SwarmError
+from node.front_door import Door, DoorOptions, Here, ServedModel, There, Unavailable, add_routes
+from node.heartbeat import TIMEOUT_S, Heartbeats
+from node.holder import Holder
+from node.identity import Identity
+from node.layer_programs import LayerProgram, ModelPrograms, read_programs
+from node.local_models import LocalModels, find_model
+from node.membership import Membership
+from node.model_index import ModelIndex
+from node.peer_http import PEER_PREFIX, PeerClient, PeerGuard
+from node.placement import Candidate, elect
+from node.records import VERSION, Device, Model, Record, Router
+from node.router_engine import EngineOptions, ExpertFailure
+from node.router_role import KnownNode, RouterRole
+from node.slice_ranges import describe
+from node.status import status_routes
+from node.swarm_key import SwarmKey
+
+log = logging.getLogger(__name__)
+
+# An election waits until every peer that was announced had time to answer.
+ELECTION_DELAY_S = 3.0
+# Memory that is left to everything else on the machine.
+MEMORY_SHARE = 0.9
+
+
+class Agent:
+    """One node. ``run`` is its life."""
+
+    def __init__(self, config: Config, identity: Identity) -> None:
+        self.config = config
+        self.identity = identity
+        self.started_s = time.monotonic()
+        self.membership = Membership(identity.node_id, config.swarm.name)
+        self.local_models = LocalModels(config.model.path)
+        self.served: ModelIndex | None = None
+        self.holder: Holder | None = None
+        self.role: RouterRole | None = None
+        self.failures: deque[ExpertFailure] = deque(maxlen=64)
+        self._key = SwarmKey.parse(config.swarm.key) if config.swarm.key else None
+        self._guard = PeerGuard(self._key)
+        self._client: PeerClient | None = None
+        self.door = Door(self, DoorOptions(api_key=config.api.key))
+        self._programs: dict[str, ModelPrograms] = {}
+        self._sequence = 0
+        self._last_record: Record | None = None
+        self._changed = asyncio.Event()
+        self._highest_term = identity.term
+        self._devices = tuple(
+            Device(d.name[:63], d.type, d.description[:400], d.memory_total_bytes) for d in kernels.devices()
+        )
+        self.memory_bytes = self._offered_memory()
+        self._addresses = (
+            ("127.0.0.1",)
+            if config.node.host == "loopback"
+            else tuple(local_addresses(config.swarm.interfaces, config.swarm.exclude_interfaces))[:16]
+        )
+        self.heartbeats = Heartbeats(self.membership, self.record, self.post, self.wake)
+        self._can_route = self._has_router()
+        self.port = config.node.port
+        self.listening = asyncio.Event()
+        self._summary_changed = asyncio.Event()
+        self._problem = ""
+
+    # --- what this node says of itself
+
+    def record(self) -> Record:
+        """This node's record, with a new sequence number if it changed."""
+        model = self.served
+        record = Record(
+            version=VERSION,
+            swarm=self.config.swarm.name,
+            node=self.identity.node_id,
+            boot=self.identity.boot,
+            sequence=self._sequence,
+            name=self.config.node.name,
+            build=kernels.build_id(),
+            platform=f"{platform.system()} {platform.machine()}",
+            addresses=self._addresses,
+            port=self.port,
+            expert_port=self.holder.process.port if self.holder is not None else 0,
+            devices=self._devices,
+            memory_bytes=self.memory_bytes,
+            can_route=self._can_route and model is not None,
+            model=None if model is None else _model_record(model),
+            holds_model=self.holder.model_id if self.holder is not None else None,
+            ready=self.holder.ready if self.holder is not None else (),
+            problem=((self.holder.problem if self.holder is not None else "") or self._problem)[:400],
+            router=None if self.role is None else self.role.router_record,
+        )
+        if record != self._last_record:
+            self._sequence += 1
+            record = msgspec.structs.replace(record, sequence=self._sequence)
+            self._last_record = record
+        return record
+
+    def routing_node(self) -> tuple[Record, str] | None:
+        """The router's record and its agent's URL ("" for this node itself); None while there is none."""
+        if self.role is not None:
+            return self.record(), ""
+        routing = [peer for peer in self.membership.alive(time.monotonic()).values() if peer.record.router is not None]
+        if not routing:
+            return None
+        best = max(routing, key=lambda peer: peer.record.router.term if peer.record.router else 0)
+        return best.record, best.url
+
+    def wake(self) -> None:
+        """Something changed: look at everything again, and tell the others at once."""
+        self._changed.set()
+        self.heartbeats.round.set()
+
+    # --- life
+
+    async def run(self) -> None:
+        """Runs until cancelled. Raises SwarmError when the node cannot start."""
+        if self.config.model.path:
+            self.served = await asyncio.to_thread(self.local_models.served)
+            if self.served is not None:
+                self._programs[self.served.model_id] = await read_programs(self.served)
+        async with contextlib.AsyncExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="swarm-node-")))
+            session = await stack.enter_async_context(
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S))
+            )
+            self._client = PeerClient(session, self._key)
+            await stack.enter_async_context(self._http_server())
+            for seed in self.config.swarm.seeds:
+                self.membership.announce(f"http://{seed}", "seed")
+            await stack.enter_async_context(
+                discovery(
+                    self.identity.node_id,
+                    self.config.swarm.name,
+                    self.port,
+                    self._addresses,
+                    lambda url: self.wake() if self.membership.announce(url, "multicast DNS") else None,
+                )
+            )
+            async with asyncio.TaskGroup() as tasks:
+                if self.config.experts.enabled and self.memory_bytes > 0:
+                    self.holder = self._make_holder(folder)
+                    tasks.create_task(self.holder.run(), name="expert server")
+                tasks.create_task(self.heartbeats.run(), name="heartbeats")
+                tasks.create_task(self._reconcile_forever(folder), name="reconcile")
+
+    async def _reconcile_forever(self, folder: Path) -> None:
+        running: asyncio.Task[None] | None = None
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(1.0):
+                        await self._changed.wait()
+                self._changed.clear()
+                self._summary_changed.set()
+                role_before = self.role
+                self._elect(folder)
+                if self.role is not role_before:
+                    if running is not None:
+                        running.cancel()
+                    running = None if self.role is None else tasks.create_task(self.role.run(), name="router")
+                    self.wake()
+                if self.role is not None:
+                    self.role.update(self._known_nodes())
+                try:
+                    await self._follow_plan()
+                    self._problem = ""
+                except (SwarmError, aiohttp.ClientError, OSError, TimeoutError) as error:
+                    self._problem = str(error) or type(error).__name__
+
+    def _elect(self, folder: Path) -> None:
+        own = self.record()
+        now_s = time.monotonic()
+        alive = [peer.record for peer in self.membership.alive(now_s).values()]
+        # Also of routers that are gone: expert servers refuse a term below one they have seen.
+        heard = [peer.record.router.term for peer in self.membership.known().values() if peer.record.router is not None]
+        self._highest_term = max([self._highest_term, *heard])
+        chosen = elect([_candidate(record) for record in [own, *alive]])
+        if chosen is None or chosen.node_id != own.node:
+            if self.role is not None:
+                log.info("another node routes now")
+                self.role = None
+            return
+        if self.role is not None or now_s - self.started_s < ELECTION_DELAY_S:
+            return
+        assert self.served is not None
+        term = max(self._highest_term, self.identity.term) + 1
+        self.identity.save_term(term)
+        log.info("this node is the router, term %d", term)
+        self.role = RouterRole(
+            self.served,
+            self._programs[self.served.model_id],
+            term=term,
+            options=EngineOptions(
+                context=self.config.model.context_total_tokens,
+                parallel=self.config.model.parallel,
+                threads=self.config.router.threads,
+                ubatch=self.config.model.ubatch_tokens,
+                cache_ram_mib=self.config.model.prompt_cache_mib,
+                extra=tuple(self.config.router.extra_arguments),
+            ),
+            reduce=self.config.model.reduce,
+            dtype=self.config.model.dtype,
+            log_path=folder / "router.log",
+            environment=self._child_environment(),
+            on_change=self.wake,
+            on_failure=self._expert_failed,
+        )
+
+    def _known_nodes(self) -> dict[str, KnownNode]:
+        alive = self.membership.alive(time.monotonic())
+        own = self.record()
+        nodes = {own.node: KnownNode(own, "127.0.0.1", True)}
+        for node_id, peer in self.membership.known().items():
+            nodes[node_id] = KnownNode(peer.record, _host(peer.url), node_id in alive)
+        return nodes
+
+    async def _follow_plan(self) -> None:
+        found = self.routing_node()
+        if found is None or self.holder is None or found[0].router is None or found[0].router.plan is None:
+            return
+        record, url = found
+        plan = record.router.plan if record.router is not None else None
+        assert plan is not None
+        mine = plan.slices.get(self.identity.node_id, ())
+        if not mine:
+            return
+        index = self.served if self.served is not None and self.served.model_id == plan.model else None
+        index = index or await find_model(self.local_models, plan.model)
+        if index is None:
+            raise ModelError(
+                f"the router serves model {plan.model} ({record.model.file if record.model else 'unknown file'}), which is "
+                f"in none of this node's model folders. Put the file there, or name it with --model"
+            )
+        self.holder.want(index, await self._programs_of(index, url), mine)
+
+    async def _programs_of(self, index: ModelIndex, router_url: str) -> ModelPrograms:
+        known = self._programs.get(index.model_id)
+        if known is None:
+            try:
+                known = await read_programs(index)
+            except FileNotFoundError:  # an expert-only build
+                known = await self._fetch_programs(index, router_url)
+            self._programs[index.model_id] = known
+        return known
+
+    async def _fetch_programs(self, index: ModelIndex, url: str) -> ModelPrograms:
+        status, body = await self.post(url, "/swarm/v1/programs", index.model_id.encode())
+        if status != 200:
+            raise SwarmError(
+                f"the router at {url} does not give the layer programs of {index.model_id}: status {status}"
+            )
+        programs = msgspec.json.decode(body, type=list[LayerProgram])
+        return ModelPrograms(index.model_id, "", {program.layer: program for program in programs})
+
+    # --- HTTP
+
+    @contextlib.asynccontextmanager
+    async def _http_server(self) -> AsyncIterator[None]:
+        app = web.Application(middlewares=[self._check], client_max_size=DoorOptions().body_bytes_max)
+        app.add_routes(self.heartbeats.routes())
+        app.add_routes(self._guard.routes())
+        app.add_routes([web.post("/swarm/v1/programs", self._give_programs), web.get("/health", _health)])
+        app.add_routes(status_routes(self))
+        add_routes(app, self.door)
+        # A client that goes away must stop the generation: aiohttp cancels handlers only when asked to.
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        await runner.setup()
+        host = {"lan": None, "loopback": "127.0.0.1"}.get(self.config.node.host, self.config.node.host)
+        site = web.TCPSite(runner, host, self.config.node.port)
+        try:
+            await site.start()
+        except OSError as error:
+            await runner.cleanup()
+            raise SwarmError(
+                f"port {self.config.node.port} cannot be used: {error.strerror or error}. Another node on this machine? "
+                f"Give this one --port and --name"
+            ) from error
+        self.port = int(runner.addresses[0][1])
+        self.listening.set()
+        try:
+            yield
+        finally:
+            await runner.cleanup()
+
+    @web.middleware
+    async def _check(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        problem = self._refusal(request)
+        if problem is not None:
+            status, message = problem
+            body = {"error": {"message": message, "type": "request_refused", "code": None}}
+            return web.json_response(body, status=status)
+        if request.path.startswith(PEER_PREFIX):
+            return await self._guard.check(request, handler)
+        response: web.StreamResponse = await handler(request)
+        return response
+
+    def _refusal(self, request: web.Request) -> tuple[int, str] | None:
+        """Status and reason for a request that no route may answer (SCENARIOS SEC-2)."""
+        remote = request.remote or ""
+        if not self._guard.has_key and not is_private(remote):
+            return 403, "this swarm has no key, so it is open to private and link-local addresses only"
+        host = request.headers.get("Host")
+        name = request.transport.get_extra_info("sockname") if request.transport is not None else None
+        own = [*self._addresses, *([str(name[0])] if name else [])]
+        names = [self.config.node.name, f"{self.config.node.name}.local"]
+        if not host_allowed(host, own_names=names, own_addresses=own, allowed_hosts=self.config.api.allowed_hosts):
+            return 403, f"the Host header {host!r} is no name of this node; [api] allowed_hosts can add it"
+        origin = request.headers.get("Origin")
+        if not origin_allowed(origin, host=host, allowed_origins=self.config.api.allowed_origins):
+            return 403, f"requests from pages of {origin} are not allowed; [api] allowed_origins can allow them"
+        if request.method == "POST" and not is_json(request.headers.get("Content-Type")):
+            return 415, "the content type must be application/json"
+        return None
+
+    async def _give_programs(self, request: web.Request) -> web.Response:
+        programs = self._programs.get((await request.read())[:64].decode(errors="replace"))
+        if programs is None:
+            return web.Response(status=404)
+        return web.Response(body=msgspec.json.encode(list(programs.layers.values())), content_type="application/json")
+
+    async def post(self, url: str, path: str, body: bytes) -> tuple[int, bytes]:
+        """Posts to another agent, with the proof of the key. Raises aiohttp.ClientError, TimeoutError, NotAuthenticated."""
+        assert self._client is not None
+        return await self._client.post(url, path, body)
+
+    def summary(self) -> str:
+        """The state of the swarm in one line, for people."""
+        alive = len(self.membership.alive(time.monotonic())) + 1
+        nodes = f"{alive} node{'s' * (alive > 1)}"
+        found = self.routing_node()
+        if found is None or found[0].router is None:
+            return f"{nodes}; no model yet: start a node with --model FILE"
+        record, router = found[0], found[0].router
+        assert router is not None
+        model = record.model.file if record.model is not None else "a model"
+        state = "ready" if router.state == "ready" else self.waits_for(router)
+        return f"{nodes}; {model}, router {record.name}: {state}"
+
+    async def summary_changed(self) -> None:
+        """Waits until the summary may have changed."""
+        await self._summary_changed.wait()
+        self._summary_changed.clear()
+
+    # --- what the front door asks
+
+    def router(self) -> Here | There | Unavailable:
+        """Where queries go now."""
+        found = self.routing_node()
+        if found is None:
+            return Unavailable("no_router", "No node of the swarm serves a model yet; start one with --model FILE")
+        record, url = found
+        router = record.router
+        assert router is not None
+        if router.state != "ready":
+            missing = [piece for slices in router.not_ready.values() for piece in slices]
+            missing += router.plan.missing if router.plan is not None else ()
+            code = "missing_slices" if missing else "model_loading"
+            return Unavailable(code, f"The model is not ready: {self.waits_for(router)}", missing=missing)
+        if self.role is not None and self.role.engine is not None:
+            return Here(self.role.engine.url, self.role.engine.api_key)
+        if url:
+            return There(record.name, url)
+        return Unavailable("model_loading", "The router engine is starting")
+
+    def models(self) -> list[ServedModel]:
+        """The model of the swarm, by its file name, and by its id."""
+        found = self.routing_node()
+        if found is None or found[0].model is None:
+            return []
+        model = found[0].model
+        return [ServedModel(model.file.removesuffix(".gguf"), (model.file, model.id))]
+
+    async def peer_headers(self, peer: There, path: str, body: bytes) -> dict[str, str]:
+        """Headers that prove this node's key to a peer for one relayed request."""
+        assert self._client is not None
+        return await self._client.headers(peer.url, path, body)
+
+    def _expert_failed(self, failure: ExpertFailure) -> None:
+        self.failures.append(failure)
+        self.door.report_failure(failure)
+
+    def waits_for(self, router: Router) -> str:
+        """Why the router does not answer, in words: what is missing and where."""
+        names = {i: peer.record.name for i, peer in self.membership.known().items()}
+        names[self.identity.node_id] = self.config.node.name
+        if router.plan is not None and router.plan.missing:
+            return f"no node has memory for {describe(router.plan.missing)}; add a machine"
+        if router.not_ready:
+            parts = [f"{describe(s)} on {names.get(i, i)}" for i, s in sorted(router.not_ready.items())]
+            return "missing: " + "; ".join(parts[:4])
+        return {
+            "starting": "the router engine is starting",
+            "failed": f"the router engine failed: {router.reason}",
+        }.get(router.state, "waiting for slices")
+
+    # --- pieces
+
+    def _make_holder(self, folder: Path) -> Holder:
+        config = self.config
+        host = {"lan": "0.0.0.0", "loopback": "127.0.0.1"}.get(config.node.host, config.node.host)
+        return Holder(
+            config.node.name,
+            host=host,
+            port=config.node.expert_port,
+            device=config.experts.device,
+            threads=config.experts.threads,
+            max_rows=config.model.ubatch_tokens,
+            memory_bytes=self.memory_bytes,
+            log_path=folder / "experts.log",
+            environment=self._child_environment(),
+            on_change=self.wake,
+        )
+
+    def _child_environment(self) -> dict[str, str]:
+        return {} if self._key is None else {CALL_KEY_VARIABLE: self._key.derive("call").hex()}
+
+    def _offered_memory(self) -> int:
+        if not self.config.experts.enabled:
+            return 0
+        if self.config.experts.memory_mib > 0:
+            return self.config.experts.memory_mib << 20
+        chosen = kernels.choose_device(self.config.experts.device)
+        device = next(d for d in kernels.devices() if d.name == chosen)
+        free = psutil.virtual_memory().available if device.type == "cpu" else device.memory_free_bytes
+        return int(free * MEMORY_SHARE)
+
+    def _has_router(self) -> bool:
+        if not self.config.router.enabled:
+            return False
+        try:
+            kernels.native_path("llama-server")
+        except FileNotFoundError:
+            return False
+        return True
+
+
+def _candidate(record: Record) -> Candidate:
+    return Candidate(
+        record.node,
+        record.memory_bytes,
+        record.can_route,
+        record.router.term if record.router is not None else 0,
+    )
+
+
+def _model_record(index: ModelIndex) -> Model:
+    return Model(
+        id=index.model_id,
+        file=Path(index.paths[0]).name[:63],
+        architecture=index.architecture[:63],
+        n_layer=index.n_layer,
+        n_expert=index.n_expert,
+        trunk_bytes=index.trunk_bytes,
+        expert_bytes=sum(index.expert_bytes(layer) for layer in index.expert_layers),
+    )
+
+
+def _host(url: str) -> str:
+    return url.removeprefix("http://").rpartition(":")[0].strip("[]")
+
+
+async def _health(request: web.Request) -> web.Response:
+    return web.json_response({"status": "ok"})

@@ -1,0 +1,152 @@
+"""HTTP between agents, with a proof of the swarm key on every request and reply when the swarm has one.
+
+The proof itself is in swarm_key.py; what is protected, in docs/security.md. Every route below ``/swarm/`` is for peers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+from aiohttp import hdrs, web
+
+from node.auth import is_private
+from node.errors import NotAuthenticated
+from node.swarm_key import EMPTY_SHA256, STREAMED, Challenges, Proof, SwarmKey, is_stale, nonce_of, prove
+
+PEER_PREFIX = "/swarm/"
+NONCE_PATH = "/swarm/v1/nonce"
+
+# Spare nonces kept of each peer; they last half a minute, and a heartbeat a second uses them up.
+_NONCES_MAX = 4
+_PEERS_MAX = 256
+
+
+class PeerClient:
+    """Asks other agents. ``key`` None: a swarm without a key, whose requests carry no proof."""
+
+    def __init__(self, session: aiohttp.ClientSession, key: SwarmKey | None) -> None:
+        self._session = session
+        self._key = key.derive("control") if key is not None else None
+        self._nonces: dict[str, deque[tuple[str, float]]] = {}
+
+    async def post(self, url: str, path: str, body: bytes) -> tuple[int, bytes]:
+        """Posts JSON; the reply's status and body. Raises aiohttp.ClientError, TimeoutError, NotAuthenticated."""
+        for last_attempt in (False, True):
+            proof = await self._prove(url, path, body)
+            headers = {hdrs.CONTENT_TYPE: "application/json"} | ({hdrs.AUTHORIZATION: proof.header} if proof else {})
+            async with self._session.post(url + path, data=body, headers=headers) as response:
+                answer = await response.read()
+                self._keep(url, response.headers.get(hdrs.WWW_AUTHENTICATE))
+                if response.status == 401:
+                    if not last_attempt and is_stale(response.headers.get(hdrs.WWW_AUTHENTICATE)):
+                        continue
+                    raise NotAuthenticated(f"{url} refuses this node: {answer[:200].decode(errors='replace')}")
+                if proof is not None:
+                    digest = hashlib.sha256(answer).hexdigest()
+                    proof.check_reply(response.headers.get("Authentication-Info"), response.status, digest)
+                return response.status, answer
+        raise AssertionError("the second attempt returns or raises")
+
+    async def headers(self, url: str, path: str, body: bytes) -> dict[str, str]:
+        """Headers that prove the key for one POST of ``body`` whose reply is streamed."""
+        proof = await self._prove(url, path, body)
+        return {} if proof is None else {hdrs.AUTHORIZATION: proof.header}
+
+    async def _prove(self, url: str, path: str, body: bytes) -> Proof | None:
+        if self._key is None:
+            return None
+        nonce = await self._nonce(url)
+        return prove(
+            self._key,
+            method="POST",
+            target=path,
+            host=urlsplit(url).netloc,
+            nonce=nonce,
+            body_sha256=hashlib.sha256(body).hexdigest() if body else EMPTY_SHA256,
+        )
+
+    async def _nonce(self, url: str) -> str:
+        kept = self._nonces.get(url)
+        while kept:
+            nonce, until_s = kept.popleft()
+            if time.monotonic() < until_s:
+                return nonce
+        async with self._session.get(url + NONCE_PATH) as response:
+            found = nonce_of(response.headers.get(hdrs.WWW_AUTHENTICATE))
+        if found is None:
+            raise NotAuthenticated(f"{url} asks for no proof of the swarm key: it has no key, and this node has one")
+        return found
+
+    def _keep(self, url: str, challenge: str | None) -> None:
+        nonce = nonce_of(challenge)
+        if nonce is not None and (url in self._nonces or len(self._nonces) < _PEERS_MAX):
+            self._nonces.setdefault(url, deque(maxlen=_NONCES_MAX)).append((nonce, time.monotonic() + 20.0))
+
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class PeerGuard:
+    """Middleware for the routes of peers: a proof of the key where there is one, private addresses where not."""
+
+    def __init__(self, key: SwarmKey | None) -> None:
+        self._challenges = Challenges(key.derive("control")) if key is not None else None
+        self.refused = 0
+
+    def routes(self) -> list[web.RouteDef]:
+        """The route that gives a nonce to whoever wants to prove the key."""
+        return [web.get(NONCE_PATH, self._give_nonce)]
+
+    @property
+    def has_key(self) -> bool:
+        """Whether peers must prove a key."""
+        return self._challenges is not None
+
+    async def check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answers a request for a peer's route, or refuses it."""
+        if self._challenges is None:
+            if not is_private(request.remote or ""):
+                self.refused += 1
+                return _refusal(403, "this swarm has no key, so it is open to private and link-local addresses only")
+            return await handler(request)
+        if request.path == NONCE_PATH:
+            return await handler(request)
+        try:
+            accepted = self._challenges.check(
+                request.headers.get(hdrs.AUTHORIZATION),
+                method=request.method,
+                target=request.raw_path,
+                host=request.headers.get(hdrs.HOST, ""),
+                now_s=time.monotonic(),
+            )
+            accepted.check_body(hashlib.sha256(await request.read()).hexdigest())
+        except NotAuthenticated as error:
+            self.refused += 1
+            challenge = self._challenges.challenge(time.monotonic(), error)
+            return _refusal(401, error.message, {hdrs.WWW_AUTHENTICATE: challenge})
+        response = await handler(request)
+        if isinstance(response, web.Response) and not response.prepared:
+            body = response.body if isinstance(response.body, bytes | bytearray) else b""
+            response.headers["Authentication-Info"] = accepted.reply_header(
+                response.status, hashlib.sha256(body).hexdigest()
+            )
+            response.headers[hdrs.WWW_AUTHENTICATE] = self._challenges.challenge(time.monotonic())
+        elif not response.prepared:
+            response.headers["Authentication-Info"] = accepted.reply_header(response.status, STREAMED)
+        return response
+
+    async def _give_nonce(self, request: web.Request) -> web.Response:
+        headers: dict[str, Any] = {}
+        if self._challenges is not None:
+            headers[hdrs.WWW_AUTHENTICATE] = self._challenges.challenge(time.monotonic())
+        return web.Response(status=204, headers=headers)
+
+
+def _refusal(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:
+    return web.json_response({"error": {"message": message, "type": "peer_refused"}}, status=status, headers=headers)

@@ -1,0 +1,136 @@
+"""Who is the router and who holds which experts. Pure: the same nodes and model give the same answer everywhere.
+
+Plain rules, until placement by speed and replicas: experts by memory, the router by identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A live node, as placement sees it. ``memory_bytes``: what it offers for experts; 0: none."""
+
+    node_id: str
+    memory_bytes: int
+    can_route: bool
+    routes_since_term: int = 0  # the term it is router of; 0: it is not
+
+
+@dataclass(frozen=True)
+class LayerSize:
+    """A layer with routed experts. ``expert_bytes``: memory of one expert."""
+
+    n_expert: int
+    expert_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Slices by node id: (layer, first, last), both included. ``missing``: slices that nobody has memory for."""
+
+    slices: Mapping[str, tuple[tuple[int, int, int], ...]]
+    missing: tuple[tuple[int, int, int], ...]
+
+
+def elect(candidates: Sequence[Candidate]) -> Candidate | None:
+    """The router: the live one with the highest term, if any; else the able node with the lowest id; None if none is able.
+
+    Nobody displaces a live router: a node that comes back with a lower id waits.
+    """
+    able = [candidate for candidate in candidates if candidate.can_route]
+    routing = [candidate for candidate in able if candidate.routes_since_term > 0]
+    if routing:
+        return min(routing, key=lambda c: (-c.routes_since_term, c.node_id))
+    return min(able, key=lambda c: c.node_id, default=None)
+
+
+def plan(
+    candidates: Sequence[Candidate],
+    layers: Mapping[int, LayerSize],
+    held: Mapping[str, Sequence[tuple[int, int, int]]] | None = None,
+) -> Plan:
+    """Shares every layer's experts among the nodes, in proportion to the memory they offer.
+
+    Every layer is cut the same way, as far as its number of experts allows, because a token waits for the slowest
+    share of each layer. Never more than a node offers; what fits nowhere is ``missing``. ``held`` is what nodes have
+    now: if it already covers every expert once and no candidate is left without work, it stays.
+    """
+    nodes = sorted((c for c in candidates if c.memory_bytes > 0), key=lambda c: c.node_id)
+    if held is not None and _is_complete(nodes, layers, held):
+        return Plan({n.node_id: tuple(held[n.node_id]) for n in nodes}, ())
+    total_bytes = sum(layer.n_expert * layer.expert_bytes for layer in layers.values())
+    offered = sum(node.memory_bytes for node in nodes)
+    # Everything fits: each node gets its share of the model. It does not: each is filled, and the rest is missing.
+    fraction = {n.node_id: n.memory_bytes / max(offered, total_bytes, 1) for n in nodes}
+    slices: dict[str, list[tuple[int, int, int]]] = {node.node_id: [] for node in nodes}
+    free = {node.node_id: node.memory_bytes for node in nodes}
+    missing = []
+    carried: dict[str, float] = dict.fromkeys(free, 0.0)
+    for number, layer in sorted(layers.items()):
+        counts = _counts(layer, nodes, fraction, carried, free)
+        first = 0
+        for node in nodes:
+            count = counts[node.node_id]
+            if count > 0:
+                slices[node.node_id].append((number, first, first + count - 1))
+                free[node.node_id] -= count * layer.expert_bytes
+                first += count
+        if first < layer.n_expert:
+            missing.append((number, first, layer.n_expert - 1))
+    return Plan({node_id: tuple(of_node) for node_id, of_node in slices.items()}, tuple(missing))
+
+
+def _counts(
+    layer: LayerSize,
+    nodes: Sequence[Candidate],
+    fraction: Mapping[str, float],
+    carried: dict[str, float],
+    free: Mapping[str, int],
+) -> dict[str, int]:
+    """Experts of a layer for each node. What rounding takes from a node in one layer it gets back in a later one."""
+    wanted = {n.node_id: layer.n_expert * fraction[n.node_id] + carried[n.node_id] for n in nodes}
+    fits = {n.node_id: free[n.node_id] // max(layer.expert_bytes, 1) for n in nodes}
+    counts = {node_id: min(int(wanted[node_id]), fits[node_id]) for node_id in wanted}
+    # The largest remainders get one more each, until the layer is covered or nobody has room.
+    while sum(counts.values()) < layer.n_expert:
+        able = [node_id for node_id in counts if counts[node_id] < fits[node_id]]
+        if not able:
+            break
+        counts[max(able, key=lambda node_id: (wanted[node_id] - counts[node_id], node_id))] += 1
+    while sum(counts.values()) > layer.n_expert:
+        counts[min((i for i in counts if counts[i] > 0), key=lambda i: (wanted[i] - counts[i], i))] -= 1
+    for node_id in carried:
+        carried[node_id] = wanted[node_id] - counts[node_id]
+    return counts
+
+
+def _is_complete(
+    nodes: Sequence[Candidate],
+    layers: Mapping[int, LayerSize],
+    held: Mapping[str, Sequence[tuple[int, int, int]]],
+) -> bool:
+    if {n.node_id for n in nodes} != {node_id for node_id, slices in held.items() if slices}:
+        return False
+    for node in nodes:
+        needed = sum(
+            (last - first + 1) * layers[layer].expert_bytes
+            for layer, first, last in held[node.node_id]
+            if layer in layers
+        )
+        if needed > node.memory_bytes or any(layer not in layers for layer, _, _ in held[node.node_id]):
+            return False
+    for number, layer in layers.items():
+        covered = sorted(
+            (first, last) for slices in held.values() for of_layer, first, last in slices if of_layer == number
+        )
+        expected = 0
+        for first, last in covered:
+            if first != expected:
+                return False
+            expected = last + 1
+        if expected != layer.n_expert:
+            return False
+    return True

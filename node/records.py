@@ -1,0 +1,123 @@
+"""What a node tells the others about itself. Only the node itself writes its record; everything in it is bounded.
+
+JSON in protocol version 1 (docs/protocol.md, "Heartbeat"). Unknown fields are ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from node.errors import SwarmError
+
+VERSION = 1
+
+# A record of 256 layers with a handful of slices each is some 10 KB; more than this is a fault or an attack.
+RECORD_BYTES_MAX = 1 << 20
+
+NodeId = Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
+Name = Annotated[str, Meta(min_length=1, max_length=63)]
+Text = Annotated[str, Meta(max_length=400)]
+Port = Annotated[int, Meta(ge=1, le=65535)]
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+ModelId = Annotated[str, Meta(pattern="^[0-9a-z-]{1,64}$")]
+# (layer, first expert, last expert), both included
+Slice = tuple[
+    Annotated[int, Meta(ge=0, le=1023)], Annotated[int, Meta(ge=0, le=65535)], Annotated[int, Meta(ge=0, le=65535)]
+]
+Slices = Annotated[tuple[Slice, ...], Meta(max_length=8192)]
+
+
+class RecordError(SwarmError):
+    """A record from the network is not what the protocol says, or of another version."""
+
+
+class Device(msgspec.Struct, frozen=True):
+    """A ggml device of a node."""
+
+    name: Name
+    type: Name
+    description: Text
+    memory_bytes: Count
+
+
+class Model(msgspec.Struct, frozen=True):
+    """A model whose file a node has. ``expert_bytes``: of all routed experts."""
+
+    id: ModelId
+    file: Name
+    architecture: Name
+    n_layer: Count
+    n_expert: Count
+    trunk_bytes: Count
+    expert_bytes: Count
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """Which slices each node is to hold, as the router plans it; and what nobody has memory for."""
+
+    sequence: Count
+    model: ModelId
+    slices: Annotated[dict[NodeId, Slices], Meta(max_length=1024)]
+    missing: Slices = ()
+
+
+class Router(msgspec.Struct, frozen=True):
+    """The part of a record that only a router has. ``state``: waiting (for slices), starting, ready or failed."""
+
+    term: Count
+    state: Annotated[str, Meta(pattern="^(waiting|starting|ready|failed)$")]
+    plan: Plan | None = None
+    # Slices of the plan that are not ready, so that every node can say what a request waits for.
+    not_ready: Annotated[dict[NodeId, Slices], Meta(max_length=1024)] = {}
+    reason: Text = ""
+    tokens_per_s: float = 0.0
+
+
+class Record(msgspec.Struct, frozen=True):
+    """A node. ``sequence`` rises with every change within one ``boot``."""
+
+    version: int
+    swarm: Name
+    node: NodeId
+    boot: Count
+    sequence: Count
+    name: Name
+    build: Text
+    platform: Text
+    addresses: Annotated[tuple[Name, ...], Meta(max_length=16)]
+    port: Port
+    expert_port: Annotated[int, Meta(ge=0, le=65535)]
+    devices: Annotated[tuple[Device, ...], Meta(max_length=16)]
+    memory_bytes: Count
+    can_route: bool
+    model: Model | None = None
+    holds_model: ModelId | None = None
+    ready: Slices = ()
+    problem: Text = ""
+    router: Router | None = None
+
+
+def encode(record: Record) -> bytes:
+    """The record as JSON."""
+    return msgspec.json.encode(record)
+
+
+def decode(body: bytes) -> Record:
+    """A record from JSON. Raises RecordError, naming the version or the field at fault."""
+    if len(body) > RECORD_BYTES_MAX:
+        raise RecordError(f"a record of {len(body)} bytes; at most {RECORD_BYTES_MAX} are allowed")
+    try:
+        version = msgspec.json.decode(body, type=dict[str, msgspec.Raw]).get("version")
+        if version is None or bytes(version) != str(VERSION).encode():
+            shown = "none" if version is None else bytes(version)[:20].decode(errors="replace")
+            raise RecordError(f"record of protocol version {shown}; this program speaks {VERSION}")
+        record: Record = msgspec.json.decode(body, type=Record)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise RecordError(f"not a record: {error}") from None
+    for _, first, last in record.ready:
+        if last < first:
+            raise RecordError(f"a slice of experts {first} to {last}", node=record.name)
+    return record
