@@ -35,7 +35,7 @@ from node.layer_programs import LayerProgram, ModelPrograms, read_programs
 from node.local_models import LocalModels, find_model
 from node.membership import Membership
 from node.model_index import ModelIndex
-from node.peer_http import PEER_PREFIX, PeerClient, PeerGuard
+from node.peer_http import PEER_PREFIX, PeerClient, PeerGuard, read_body
 from node.placement import Candidate, elect
 from node.records import VERSION, Device, Model, Record, Router
 from node.router_engine import EngineOptions, ExpertFailure
@@ -340,7 +340,7 @@ class Agent:
         return None
 
     async def _give_programs(self, request: web.Request) -> web.Response:
-        programs = self._programs.get((await request.read())[:64].decode(errors="replace"))
+        programs = self._programs.get((await read_body(request, 64)).decode(errors="replace"))
         if programs is None:
             return web.Response(status=404)
         return web.Response(body=msgspec.json.encode(list(programs.layers.values())), content_type="application/json")

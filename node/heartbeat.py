@@ -17,6 +17,7 @@ from aiohttp import web
 
 from node.errors import NotAuthenticated, SwarmError
 from node.membership import Membership
+from node.peer_http import read_body
 from node.records import RECORD_BYTES_MAX, Record, RecordError, decode, encode
 
 log = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ class Heartbeats:
 
     async def _receive(self, request: web.Request) -> web.Response:
         try:
-            record = decode(await self._body(request))
+            record = decode(await read_body(request, RECORD_BYTES_MAX))
         except RecordError as error:
             return web.json_response({"error": str(error)}, status=400)
         # The address it called from, with the port it says it listens on: reachable, as far as anyone can know.
@@ -105,24 +106,13 @@ class Heartbeats:
 
     async def _receive_goodbye(self, request: web.Request) -> web.Response:
         try:
-            record = decode(await self._body(request))
+            record = decode(await read_body(request, RECORD_BYTES_MAX))
         except RecordError as error:
             return web.json_response({"error": str(error)}, status=400)
         if self._membership.said_goodbye(record.node, record.boot):
             log.info("%s said goodbye", record.name)
             self._on_news()
         return web.Response()
-
-    @staticmethod
-    async def _body(request: web.Request) -> bytes:
-        if (request.content_length or 0) > RECORD_BYTES_MAX:
-            raise RecordError(f"a body of {request.content_length} bytes; at most {RECORD_BYTES_MAX} are allowed")
-        body = bytearray()
-        async for chunk in request.content.iter_any():
-            body += chunk
-            if len(body) > RECORD_BYTES_MAX:
-                break
-        return bytes(body)
 
     async def _goodbye(self) -> None:
         body = encode(self._record())

@@ -17,7 +17,7 @@ from aiohttp import hdrs, web
 
 from node.auth import is_private
 from node.errors import NotAuthenticated
-from node.swarm_key import EMPTY_SHA256, STREAMED, Challenges, Proof, SwarmKey, is_stale, nonce_of, prove
+from node.swarm_key import EMPTY_SHA256, STREAMED, Accepted, Challenges, Proof, SwarmKey, is_stale, nonce_of, prove
 
 PEER_PREFIX = "/swarm/"
 NONCE_PATH = "/swarm/v1/nonce"
@@ -89,6 +89,43 @@ class PeerClient:
             self._nonces.setdefault(url, deque(maxlen=_NONCES_MAX)).append((nonce, time.monotonic() + 20.0))
 
 
+_CHECK = "swarm_body_check"
+
+
+class _BodyChecks:
+    """Compares a body with the one that was proved, and remembers that somebody did."""
+
+    def __init__(self, accepted: Accepted) -> None:
+        self._accepted = accepted
+        self.done = False
+
+    def __call__(self, body: bytes) -> None:
+        self._accepted.check_body(hashlib.sha256(body).hexdigest())
+        self.done = True
+
+
+def check_body(request: web.Request, body: bytes) -> None:
+    """To be called with the whole body before anything in it is believed. Raises NotAuthenticated.
+
+    Does nothing for requests that need no proof: those of clients, and all of a swarm without a key.
+    """
+    checks = request.get(_CHECK)
+    if checks is not None:
+        checks(body)
+
+
+async def read_body(request: web.Request, limit_bytes: int) -> bytes:
+    """The checked body of a peer's request, cut off after ``limit_bytes`` + 1. Raises NotAuthenticated."""
+    body = bytearray()
+    async for chunk in request.content.iter_any():
+        body += chunk
+        if len(body) > limit_bytes:
+            break
+    whole = bytes(body)
+    check_body(request, whole)
+    return whole
+
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -122,15 +159,19 @@ class PeerGuard:
                 request.headers.get(hdrs.AUTHORIZATION),
                 method=request.method,
                 target=request.raw_path,
+                # That it names this node was checked before (Agent), so that no proof can be passed on.
                 host=request.headers.get(hdrs.HOST, ""),
                 now_s=time.monotonic(),
             )
-            accepted.check_body(hashlib.sha256(await request.read()).hexdigest())
+            checks = _BodyChecks(accepted)
+            request[_CHECK] = checks
+            response = await handler(request)
         except NotAuthenticated as error:
             self.refused += 1
             challenge = self._challenges.challenge(time.monotonic(), error)
             return _refusal(401, error.message, {hdrs.WWW_AUTHENTICATE: challenge})
-        response = await handler(request)
+        if not checks.done and accepted.body_sha256 != EMPTY_SHA256 and response.status < 400:
+            raise AssertionError(f"{request.path} answered without check_body()")
         if isinstance(response, web.Response) and not response.prepared:
             body = response.body if isinstance(response.body, bytes | bytearray) else b""
             response.headers["Authentication-Info"] = accepted.reply_header(

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from node.api_errors import ApiError
 from node.auth import is_json
+from node.peer_http import check_body
 
 # From here on a look into a body takes longer than an event loop should be kept: some 5 ms.
 _LARGE_BYTES = 256 << 10
@@ -62,7 +63,9 @@ class BodyReader:
                     raise ApiError(
                         "This node holds too many requests at the moment", status=503, code="busy", retry_after_s=5
                     )
-            yield bytes(body)
+            whole = bytes(body)
+            check_body(request, whole)
+            yield whole
         finally:
             self.held_bytes -= len(body)
 

@@ -4,7 +4,6 @@ for tests that break things and put them right again."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -21,7 +20,7 @@ from servers import HeldModel, Servers
 from node.chat import ChatError, stream_chat
 from node.demo_model import demo_model
 from node.expert_process import ExpertProcess, SliceOrder
-from node.router_engine import EngineOptions, RouterEngine, router_engine
+from node.router_engine import EngineOptions, ExpertFailure, RouterEngine, router_engine
 from node.routing import RoutingNode, RoutingSlice, RoutingTable
 
 T = TypeVar("T")
@@ -39,20 +38,25 @@ VICTIM, VICTIM_EXPERTS = "node1", (3, 5)
 class Broken:
     """A request that ended with an error. `waited_s` counts from the fault; `cpu_s` is llama-server's meanwhile."""
 
-    text: str
-    message: str
+    failure: ExpertFailure
     waited_s: float
     cpu_s: float
 
 
 class Rig:
     def __init__(
-        self, held: HeldModel, proxy: FaultProxy, engine: RouterEngine, session: aiohttp.ClientSession
+        self,
+        held: HeldModel,
+        proxy: FaultProxy,
+        engine: RouterEngine,
+        failures: asyncio.Queue[ExpertFailure],
+        session: aiohttp.ClientSession,
     ) -> None:
         self.held = held
         self.proxy = proxy
         self.engine = engine
         self.session = session
+        self._failures = failures
         self.table = engine_table(held, proxy)
         self._sequence = self.table.sequence
         self._n_asked = 0
@@ -73,8 +77,25 @@ class Rig:
     async def use_table(self, **changes: Any) -> None:
         """As `set_table`, and waits until the router has it: nothing says so, but a request takes longer."""
         self.set_table(**changes)
-        with contextlib.suppress(ChatError):
+        try:
             await self.ask(max_tokens=1)
+        except ChatError:
+            await self.failure()
+
+    async def failure(self) -> ExpertFailure:
+        """The report that belongs to a failed request: there is exactly one, and it may come after the error."""
+        failure = await asyncio.wait_for(self._failures.get(), 2)
+        assert self._failures.empty() and self.engine.failures[-1] == failure
+        return failure
+
+    async def ask_in_vain(self) -> ExpertFailure:
+        """Why a question that must fail has failed."""
+        try:
+            text = await self.ask()
+        except ChatError as error:
+            assert "Compute error" in str(error)
+            return await self.failure()
+        raise AssertionError(f"the request succeeded: {text!r}")
 
     def nodes_with(self, name: str, port: int) -> tuple[RoutingNode, ...]:
         """The table's nodes with another one in the victim's place."""
@@ -148,7 +169,9 @@ class Rig:
         except ChatError as error:
             assert fault, f"the request failed before the fault: {error}"
             at_s, cpu_s = fault[0]
-            return Broken(text, str(error), time.monotonic() - at_s, _cpu_s(router) - cpu_s)
+            broken = (time.monotonic() - at_s, _cpu_s(router) - cpu_s)
+            assert "Compute error" in str(error)
+            return Broken(await self.failure(), *broken)
         raise AssertionError(f"the request succeeded (fault injected: {bool(fault)}): {text!r}")
 
     async def statistics(self, process: ExpertProcess) -> dict[str, Any]:
@@ -172,6 +195,7 @@ async def rig(folder: Path) -> AsyncIterator[Rig]:
     servers = Servers(3, folder)
     try:
         with servers.holding(demo_model(), deadline_floor_ms=round(1000 * FLOOR_S)) as held:
+            failures: asyncio.Queue[ExpertFailure] = asyncio.Queue()
             async with (
                 fault_proxy(servers.processes[1].port) as proxy,
                 router_engine(
@@ -179,10 +203,11 @@ async def rig(folder: Path) -> AsyncIterator[Rig]:
                     engine_table(held, proxy),
                     EngineOptions(context=2048, parallel=1),
                     log_path=folder / "router.log",
+                    on_failure=failures.put_nowait,
                 ) as engine,
                 aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session,
             ):
-                yield Rig(held, proxy, engine, session)
+                yield Rig(held, proxy, engine, failures, session)
     finally:
         await asyncio.to_thread(servers.close)
 

@@ -45,8 +45,7 @@ async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
 
 def check(rig: Rig, broken: Broken, phase: str, node: str = VICTIM) -> ExpertFailure:
     """The error came in time, names who and what failed, and waiting for it cost nothing."""
-    failure = rig.engine.failures[-1]
-    assert "Compute error" in broken.message
+    failure = broken.failure
     assert failure.node == node and (failure.first, failure.last) == VICTIM_EXPERTS
     assert failure.layer in rig.held.programs.layers
     # Ten times what the call should take, at least the floor. A prompt's call takes up to a second on a slow machine.
@@ -80,8 +79,7 @@ async def test_a_faulty_connection(rig: Rig, fault: str, reason: str, phase: str
         assert any(part in failure.reason for part in reason.split("|")), failure
         # The fault lasts: so does the error, which still comes in time.
         started_s = time.monotonic()
-        with pytest.raises(ChatError):
-            await rig.ask()
+        await rig.ask_in_vain()
         assert time.monotonic() - started_s <= 2 * FLOOR_S + SLACK_S
     finally:
         rig.proxy.mode = "pass"
@@ -97,9 +95,7 @@ async def test_a_stopped_server(rig: Rig, phase: str) -> None:
     try:
         broken = await rig.ask_and_break(phase, lambda: os.kill(victim, signal.SIGSTOP))
         assert "no reply within" in check(rig, broken, phase).reason
-        with pytest.raises(ChatError):
-            await rig.ask()
-        assert "upgrade was not answered" in rig.engine.failures[-1].reason
+        assert "upgrade was not answered" in (await rig.ask_in_vain()).reason
     finally:
         os.kill(victim, signal.SIGCONT)
     assert await rig.ask() == ANSWER
@@ -116,9 +112,7 @@ async def test_a_killed_server_that_does_not_come_back_by_itself(rig: Rig, phase
     failure = check(rig, broken, phase)
     assert "no success within" in failure.reason and "clos" in failure.reason
     await rig.use_table(nodes=rig.nodes_with(VICTIM, victim.port))
-    with pytest.raises(ChatError):
-        await rig.ask()
-    assert "Connection refused" in rig.engine.failures[-1].reason
+    assert "Connection refused" in (await rig.ask_in_vain()).reason
     await rig.run(victim.start())
     await rig.load(victim, rig.victim_ranges)
     rig.proxy.target_port = victim.port

@@ -299,10 +299,13 @@ async def test_members_are_found_without_decoding(document: dict[str, Any], inde
     }
 
 
-@pytest.mark.parametrize("value", ["[" * 50_000, "[]," * 300_000, '"' + "x" * 300_000 + '"', '"\\ud800"', '"\xff"'])
+@pytest.mark.parametrize(
+    "value", ["[" * 9000 + "]" * 9000, "[" + "[]," * 300_000 + "0]", '"' + "x" * 300_000 + '"', '"\\ud800"', '"\xff"']
+)
 async def test_hostile_values_do_no_harm(value: str) -> None:
     async with chain() as c:
-        response = await c.post(b'{"model": ' + value.encode("latin-1") + b"}")
+        async with asyncio.timeout(5):
+            response = await c.post(b'{"model": ' + value.encode("latin-1") + b"}")
         assert response.status == 404
         assert len(await response.read()) < 2000
 

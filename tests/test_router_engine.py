@@ -26,7 +26,6 @@ from node.demo_model import demo_model
 from node.model_index import read_model
 from node.router_engine import (
     PROTOCOL_VERSION,
-    REPORT_DELAY_S,
     EngineOptions,
     ExpertFailure,
     RouterEngineError,
@@ -84,11 +83,8 @@ async def test_a_table_without_a_slice_fails_by_name_and_a_full_one_mends_it(rig
     layer = sorted(rig.held.programs.layers)[7]
     await rig.use_table(slices=swarm_rig.without(rig.table, layer, 3))
     started_s = time.monotonic()
-    with pytest.raises(ChatError, match="Compute error"):
-        await rig.ask()
+    failure = await rig.ask_in_vain()
     assert time.monotonic() - started_s < 5, "nothing to wait for"
-    await asyncio.sleep(REPORT_DELAY_S)
-    failure = rig.engine.failures[-1]
     assert failure.layer == layer and failure.node == ""
     assert failure.reason == f"no node holds experts 3 to 5 of layer {layer}"
     assert str(failure) == f"layer {layer}: no node holds experts 3 to 5 of layer {layer}"
@@ -112,11 +108,8 @@ async def test_a_slice_that_its_server_does_not_hold_fails_at_once(rig: Rig) -> 
     await rig.run(rig.victim.drop(rig.held.index.model_id, layer, 3, 5))
     try:
         started_s = time.monotonic()
-        with pytest.raises(ChatError):
-            await rig.ask()
+        failure = await rig.ask_in_vain()
         assert time.monotonic() - started_s < 5
-        await asyncio.sleep(REPORT_DELAY_S)
-        failure = rig.engine.failures[-1]
         assert (failure.node, failure.layer, failure.first, failure.last) == (VICTIM, layer, 3, 5)
         assert failure.reason.startswith("not_held: ")
     finally:

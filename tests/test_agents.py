@@ -1,0 +1,184 @@
+"""Whole nodes on a LAN of network namespaces: they find each other, share the experts, and any of them answers."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from lan_rig import Host, cpu_seconds, lan, needs_namespaces
+
+import models
+from node.demo_model import demo_model
+from node.swarm_key import SwarmKey
+from servers import native
+
+pytestmark = [pytest.mark.slow, needs_namespaces]
+
+QUESTION = "What is the capital of France? Tell me one fact about it."
+ANSWER = "The capital of France is Paris."
+CHAT = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 64, "temperature": 0}
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Iterator[list[Host]]:
+    with lan(tmp_path, ["one", "two", "three"]) as hosts:
+        yield hosts
+
+
+def _start_all(hosts: list[Host], model: Path, env: dict[str, str] | None = None) -> None:
+    """The model's file is in a folder that all see, and in which they are started; only one is told to serve it."""
+    hosts[0].start("--model", str(model), cwd=model.parent, env=env)
+    for host in hosts[1:]:
+        host.start(cwd=model.parent, env=env)
+
+
+def _stock_answer(model: Path, folder: Path) -> str:
+    """What stock llama-server of this build says: 64 greedy tokens."""
+    server = subprocess.Popen(
+        [native("llama-server"), "-m", model, "--host", "127.0.0.1", "--port", "18111", "-c", "4096", "--fit", "off"]
+        + ["--poll", "0", "-np", "1", "--cache-ram", "0"],
+        stdout=(folder / "stock.log").open("wb"),
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        for _ in range(100):
+            if subprocess.run(["curl", "-sf", "http://127.0.0.1:18111/health"], capture_output=True).returncode == 0:
+                break
+            time.sleep(0.2)
+        done = subprocess.run(
+            ["curl", "-sS", "http://127.0.0.1:18111/v1/chat/completions", "-H", "Content-Type: application/json"]
+            + ["-d", json.dumps(CHAT)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return str(json.loads(done.stdout)["choices"][0]["message"]["content"])
+    finally:
+        server.terminate()
+        server.wait(10)
+
+
+@pytest.mark.parametrize("case", ["demo", "8 of 3"])
+def test_three_nodes_answer_as_stock_does(case: str, three: list[Host], tmp_path: Path) -> None:
+    model = demo_model() if case == "demo" else models.moe_model(models.Shape("qwen3moe", n_expert=8, n_used=3))
+    expected = _stock_answer(model, tmp_path)
+    # rows: the bits of one machine, whatever the model.
+    _start_all(three, model, {"SWARM_MODEL_REDUCE": "rows"})
+    started_s = time.monotonic()
+    for host in three:
+        host.wait_ready(3)
+    print(f"{case}: ready {time.monotonic() - started_s:.1f} s after the last start")
+    for host in three:
+        done = host.run("ask", "--max-tokens", "64", QUESTION)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.rstrip("\n") == expected.rstrip("\n")
+    holders = [node for node in three[1].status()["nodes"] if node["ready"]]
+    assert len(holders) == 3
+
+
+def test_a_node_comes_back_and_another_joins_without_touching_the_rest(three: list[Host]) -> None:
+    one, two, three_ = three
+    model = demo_model()
+    one.start("--model", str(model), cwd=model.parent)
+    second = two.start(cwd=model.parent)
+    one.wait_ready(2)
+    router_pids = set(one.pids())
+
+    second.send_signal(signal.SIGKILL)
+    second.wait()
+    deadline_s = time.monotonic() + 20
+    while one.status()["ready"]:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.2)
+    status = one.status()
+    assert "experts 4-7 on two" in status["waits_for"]
+    code, body = one.curl("/v1/chat/completions", "-H", "Content-Type: application/json", "-d", json.dumps(CHAT))
+    assert code == 503
+    assert "experts 4-7 on two" in json.loads(body)["error"]["message"]
+    assert two.pids() == []
+
+    two.start(cwd=model.parent)
+    one.wait_ready(2)
+    assert one.run("ask", QUESTION).stdout.strip() == ANSWER
+    assert set(one.pids()) == router_pids
+
+    three_.start(cwd=model.parent)
+    deadline_s = time.monotonic() + 20
+    while True:
+        status = three_.wait_ready(3)
+        # Ready at first without the newcomer, until the router has planned for it.
+        if all(node["planned"] and node["ready"] for node in status["nodes"]):
+            break
+        assert time.monotonic() < deadline_s, status
+        time.sleep(0.2)
+    assert three_.run("ask", QUESTION).stdout.strip() == ANSWER
+    assert set(one.pids()) == router_pids
+
+
+def test_idle_costs_little_and_ctrl_c_leaves_nothing(three: list[Host]) -> None:
+    model = demo_model()
+    temporary = three[0].folder / "tmp"
+    temporary.mkdir()
+    _start_all(three, model, {"TMPDIR": str(temporary)})
+    three[0].wait_ready(3)
+    assert three[2].run("ask", QUESTION).stdout.strip() == ANSWER
+    pids = [pid for host in three for pid in host.pids()]
+    before, seconds = cpu_seconds(pids), 15.0
+    time.sleep(seconds)
+    share = (cpu_seconds(pids) - before) / seconds
+    print(f"idle swarm of 3: {100 * share:.2f} % of a core")
+    assert share < 0.02
+    for host in three:
+        (process,) = host.processes
+        process.send_signal(signal.SIGINT)
+    for host in three:
+        (process,) = host.processes
+        assert process.wait(5) in (0, 130)
+        assert host.pids() == []
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_key_keeps_others_out(three: list[Host]) -> None:
+    one, two, three_ = three
+    model = demo_model()
+    key = {"SWARM_SWARM_KEY": SwarmKey.generate().text()}
+    one.start("--model", str(model), cwd=model.parent, env=key)
+    two.start(cwd=model.parent, env=key)
+    one.wait_ready(2)
+    assert two.run("ask", QUESTION).stdout.strip() == ANSWER
+    three_.start(cwd=model.parent)  # without the key
+    deadline_s = time.monotonic() + 15
+    while "10.77.0.1" not in three_.log() and time.monotonic() < deadline_s:
+        time.sleep(0.2)
+    assert [node["name"] for node in three_.status()["nodes"]] == ["three"]
+    assert {node["name"] for node in one.status()["nodes"]} == {"one", "two"}
+    for path in ("/swarm/v1/heartbeat", "/swarm/v1/goodbye", "/swarm/v1/programs", "/swarm/v1/relay/v1/completions"):
+        code, _ = three_.curl(path, "-H", "Content-Type: application/json", "-d", "{}", host=one.address)
+        assert code == 401
+    for path in ("/v1/ffn", "/v1/stats"):
+        assert three_.curl(path, "-d", "", host=one.address, port=4101)[0] == 401
+    assert two.run("ask", QUESTION).stdout.strip() == ANSWER
+
+
+def test_web_pages_and_other_names_are_refused(three: list[Host]) -> None:
+    one = three[0]
+    one.start(cwd=one.folder)
+    deadline_s = time.monotonic() + 15
+    while time.monotonic() < deadline_s:
+        try:
+            one.status()
+            break
+        except AssertionError:
+            time.sleep(0.2)
+    body = ("-d", json.dumps(CHAT))
+    json_type = ("-H", "Content-Type: application/json")
+    assert one.curl("/v1/chat/completions", *json_type, *body)[0] == 503
+    assert one.curl("/v1/chat/completions", "-H", "Content-Type: text/plain", *body)[0] == 415
+    assert one.curl("/v1/chat/completions", *json_type, *body, "-H", "Origin: http://evil.example")[0] == 403
+    assert one.curl("/v1/chat/completions", *json_type, *body, "-H", "Host: evil.example")[0] == 403
+    assert one.curl("/status", "-H", "Host: evil.example:4100")[0] == 403
