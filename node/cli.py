@@ -92,6 +92,16 @@ def _parser() -> argparse.ArgumentParser:
     ask.add_argument(
         "--api-key", default=os.environ.get("SWARM_API_KEY", ""), metavar="KEY", help="the swarm's API key"
     )
+    doctor = commands.add_parser(
+        "doctor",
+        help="check this machine",
+        description="Checks what a node needs on this machine (build, devices, memory, ports, network) and says what to do. "
+        "Takes the settings of `run`. Exit status 0: nothing failed; 1: something did.",
+        allow_abbrev=False,
+    )
+    doctor.add_argument("--json", action="store_true", help="JSON, for scripts")
+    add_flags(doctor)
+    doctor.set_defaults(run=_doctor)
     keygen = commands.add_parser(
         "keygen",
         help="make a swarm key",
@@ -160,6 +170,12 @@ def _status(options: argparse.Namespace) -> Coroutine[Any, Any, int]:
     from node.client_command import run_status
 
     return run_status(options)
+
+
+def _doctor(options: argparse.Namespace) -> Coroutine[Any, Any, int]:
+    from node.doctor import run_doctor
+
+    return run_doctor(options)
 
 
 async def _keygen(options: argparse.Namespace) -> int:

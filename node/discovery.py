@@ -115,7 +115,8 @@ async def _resolve(zeroconf: Zeroconf, name: str, swarm: str, on_found: Callable
 async def find_agents(swarm: str, seconds: float) -> AsyncIterator[str]:
     """URLs of agents of a swarm, as multicast DNS finds them, for that many seconds."""
     found: asyncio.Queue[str] = asyncio.Queue()
-    async with discovery("", swarm, 0, local_addresses(), found.put_nowait, announce=False):
+    # A name that no node has: zeroconf refuses an empty one, also where nothing is announced.
+    async with discovery("observer", swarm, 0, local_addresses(), found.put_nowait, announce=False):
         deadline_s = asyncio.get_running_loop().time() + seconds
         while True:
             try:

@@ -38,7 +38,7 @@ class Membership:
     swarm: str
     _peers: dict[str, Peer] = field(default_factory=dict)
     _candidates: dict[str, str] = field(default_factory=dict)  # url → how it was found
-    _refused: dict[str, str] = field(default_factory=dict)  # url → why it is no peer
+    _refused: dict[str, str] = field(default_factory=dict)  # candidate's url → why it is no peer
 
     def announce(self, url: str, source: str) -> bool:
         """A peer may be at ``url``; ``source`` says how that is known. False: known already, or too many."""
@@ -51,15 +51,16 @@ class Membership:
         """Discovery no longer sees ``url``. A peer that answers there stays one."""
         if not any(peer.url == url for peer in self._peers.values()):
             self._candidates.pop(url, None)
+            self._refused.pop(url, None)
 
     def heard(self, record: Record, url: str, now_s: float) -> bool:
         """A record came from the node itself. True when it is news: a new peer, or a changed record."""
         if record.node == self.own_id or record.swarm != self.swarm:
-            self._refused[url] = "this node itself" if record.node == self.own_id else f"of swarm {record.swarm!r}"
+            self._refuse(url, "this node itself" if record.node == self.own_id else f"of swarm {record.swarm!r}")
             return False
         known = self._peers.get(record.node)
         if known is None and len(self._peers) >= PEERS_MAX:
-            self._refused[url] = f"more than {PEERS_MAX} peers"
+            self._refuse(url, f"more than {PEERS_MAX} peers")
             return False
         if known is not None and (record.boot, record.sequence) < (known.record.boot, known.record.sequence):
             # An old message that came late: the node lives, but this is not its state.
@@ -67,6 +68,11 @@ class Membership:
         self._refused.pop(url, None)
         self._peers[record.node] = Peer(record, url, now_s)
         return known is None or known.record != record
+
+    def _refuse(self, url: str, reason: str) -> None:
+        # Only what would be tried again: who calls from ever new ports must not fill the memory.
+        if url in self._candidates:
+            self._refused[url] = reason
 
     def said_goodbye(self, node_id: str, boot: int) -> bool:
         """The node ends on purpose. True when it was a peer."""

@@ -55,12 +55,14 @@ def plan(
     """Shares every layer's experts among the nodes, in proportion to the memory they offer.
 
     Every layer is cut the same way, as far as its number of experts allows, because a token waits for the slowest
-    share of each layer. Never more than a node offers; what fits nowhere is ``missing``. ``held`` is what nodes have
-    now: if it already covers every expert once and no candidate is left without work, it stays.
+    share of each layer. Never more than a node offers; what fits nowhere is ``missing``. Who has room for an expert gets
+    one, if there are enough. ``held`` is what nodes have now: if it already covers every expert once and no candidate is
+    left without work, it stays.
     """
-    nodes = sorted((c for c in candidates if c.memory_bytes > 0), key=lambda c: c.node_id)
+    smallest_bytes = max(1, min((layer.expert_bytes for layer in layers.values()), default=1))
+    nodes = sorted((c for c in candidates if c.memory_bytes >= smallest_bytes), key=lambda c: c.node_id)
     if held is not None and _is_complete(nodes, layers, held):
-        return Plan({n.node_id: tuple(held[n.node_id]) for n in nodes}, ())
+        return Plan({n.node_id: tuple(held.get(n.node_id, ())) for n in nodes}, ())
     total_bytes = sum(layer.n_expert * layer.expert_bytes for layer in layers.values())
     offered = sum(node.memory_bytes for node in nodes)
     # Everything fits: each node gets its share of the model. It does not: each is filled, and the rest is missing.
@@ -80,7 +82,28 @@ def plan(
                 first += count
         if first < layer.n_expert:
             missing.append((number, first, layer.n_expert - 1))
+    for node in nodes:
+        if not slices[node.node_id]:
+            _give_one(node, slices, layers)
     return Plan({node_id: tuple(of_node) for node_id, of_node in slices.items()}, tuple(missing))
+
+
+def _give_one(node: Candidate, slices: dict[str, list[tuple[int, int, int]]], layers: Mapping[int, LayerSize]) -> None:
+    """Moves one expert of the longest slice to a node whose share was rounded to nothing, if it can be spared."""
+    spare = [
+        (first - last, number, node_id, last)
+        for node_id, of_node in slices.items()
+        for number, first, last in of_node
+        if layers[number].expert_bytes <= node.memory_bytes and (last > first or len(of_node) > 1)
+    ]
+    if not spare:
+        return
+    shortened, number, donor, last = min(spare)
+    first = last + shortened
+    slices[donor].remove((number, first, last))
+    if last > first:
+        slices[donor] = sorted([*slices[donor], (number, first, last - 1)])
+    slices[node.node_id].append((number, last, last))
 
 
 def _counts(
@@ -93,7 +116,7 @@ def _counts(
     """Experts of a layer for each node. What rounding takes from a node in one layer it gets back in a later one."""
     wanted = {n.node_id: layer.n_expert * fraction[n.node_id] + carried[n.node_id] for n in nodes}
     fits = {n.node_id: free[n.node_id] // max(layer.expert_bytes, 1) for n in nodes}
-    counts = {node_id: min(int(wanted[node_id]), fits[node_id]) for node_id in wanted}
+    counts = {node_id: max(0, min(int(wanted[node_id]), fits[node_id])) for node_id in wanted}
     # The largest remainders get one more each, until the layer is covered or nobody has room.
     while sum(counts.values()) < layer.n_expert:
         able = [node_id for node_id in counts if counts[node_id] < fits[node_id]]
@@ -112,15 +135,16 @@ def _is_complete(
     layers: Mapping[int, LayerSize],
     held: Mapping[str, Sequence[tuple[int, int, int]]],
 ) -> bool:
-    if {n.node_id for n in nodes} != {node_id for node_id, slices in held.items() if slices}:
+    working = {node_id for node_id, slices in held.items() if slices}
+    n_experts = sum(layer.n_expert for layer in layers.values())
+    if not working <= {n.node_id for n in nodes} or len(working) < min(len(nodes), n_experts):
         return False
     for node in nodes:
+        of_node = held.get(node.node_id, ())
         needed = sum(
-            (last - first + 1) * layers[layer].expert_bytes
-            for layer, first, last in held[node.node_id]
-            if layer in layers
+            (last - first + 1) * layers[layer].expert_bytes for layer, first, last in of_node if layer in layers
         )
-        if needed > node.memory_bytes or any(layer not in layers for layer, _, _ in held[node.node_id]):
+        if needed > node.memory_bytes or any(layer not in layers for layer, _, _ in of_node):
             return False
     for number, layer in layers.items():
         covered = sorted(

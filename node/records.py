@@ -5,6 +5,7 @@ JSON in protocol version 1 (docs/protocol.md, "Heartbeat"). Unknown fields are i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated
 
 import msgspec
@@ -17,12 +18,12 @@ VERSION = 1
 # A record of 256 layers with a handful of slices each is some 10 KB; more than this is a fault or an attack.
 RECORD_BYTES_MAX = 1 << 20
 
-NodeId = Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
+NodeId = Annotated[str, Meta(pattern="^[0-9a-f]{16}\\Z")]
 Name = Annotated[str, Meta(min_length=1, max_length=63)]
 Text = Annotated[str, Meta(max_length=400)]
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
-ModelId = Annotated[str, Meta(pattern="^[0-9a-z-]{1,64}$")]
+ModelId = Annotated[str, Meta(pattern="^[0-9a-z-]{1,64}\\Z")]
 # (layer, first expert, last expert), both included
 Slice = tuple[
     Annotated[int, Meta(ge=0, le=1023)], Annotated[int, Meta(ge=0, le=65535)], Annotated[int, Meta(ge=0, le=65535)]
@@ -68,7 +69,7 @@ class Router(msgspec.Struct, frozen=True):
     """The part of a record that only a router has. ``state``: waiting (for slices), starting, ready or failed."""
 
     term: Count
-    state: Annotated[str, Meta(pattern="^(waiting|starting|ready|failed)$")]
+    state: Annotated[str, Meta(pattern="^(waiting|starting|ready|failed)\\Z")]
     plan: Plan | None = None
     # Slices of the plan that are not ready, so that every node can say what a request waits for.
     not_ready: Annotated[dict[NodeId, Slices], Meta(max_length=1024)] = {}
@@ -117,7 +118,19 @@ def decode(body: bytes) -> Record:
         record: Record = msgspec.json.decode(body, type=Record)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise RecordError(f"not a record: {error}") from None
-    for _, first, last in record.ready:
+    for _, first, last in _slices(record):
         if last < first:
             raise RecordError(f"a slice of experts {first} to {last}", node=record.name)
     return record
+
+
+def _slices(record: Record) -> Iterator[Slice]:
+    yield from record.ready
+    if record.router is None:
+        return
+    for slices in record.router.not_ready.values():
+        yield from slices
+    if record.router.plan is not None:
+        yield from record.router.plan.missing
+        for slices in record.router.plan.slices.values():
+            yield from slices

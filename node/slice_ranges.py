@@ -11,11 +11,16 @@ Slice = tuple[int, int, int]
 
 
 def gaps(wanted: Sequence[Slice], held: Sequence[Slice]) -> list[Slice]:
-    """The parts of ``wanted`` that are not in ``held``, in order."""
+    """The parts of ``wanted`` that are not in ``held``, in order, each expert once."""
+    held_of: dict[int, list[tuple[int, int]]] = {}
+    for layer, first, last in sorted(held):
+        held_of.setdefault(layer, []).append((first, last))
     missing = []
+    before = (-1, -1)  # layer and last expert looked at
     for layer, first, last in sorted(wanted):
-        next_needed = first
-        for _, held_first, held_last in sorted(h for h in held if h[0] == layer):
+        next_needed = max(first, before[1] + 1) if layer == before[0] else first
+        before = (layer, max(last, next_needed - 1))
+        for held_first, held_last in held_of.get(layer, ()):
             if held_last < next_needed or held_first > last:
                 continue
             if held_first > next_needed:

@@ -1,0 +1,175 @@
+"""Placement and election: what holds for every set of nodes and every model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from node.placement import Candidate, LayerSize, Plan, elect, plan
+
+Slice = tuple[int, int, int]
+Layers = dict[int, LayerSize]
+
+node_ids = st.integers(0, 40).map(lambda number: f"{number:016x}")
+
+
+def nodes(memory: st.SearchStrategy[int]) -> st.SearchStrategy[list[Candidate]]:
+    one = st.builds(Candidate, node_ids, memory, st.booleans(), st.integers(0, 3))
+    return st.lists(one, max_size=7, unique_by=lambda c: c.node_id)
+
+
+any_nodes = nodes(st.one_of(st.just(0), st.integers(0, 60), st.integers(0, 2000)))
+any_layers: st.SearchStrategy[Layers] = st.dictionaries(
+    st.integers(0, 9), st.builds(LayerSize, st.integers(1, 12), st.integers(1, 9)), max_size=5
+)
+# As in real models: layers alike.
+even_layers: st.SearchStrategy[Layers] = st.builds(
+    lambda n_layer, layer: dict.fromkeys(range(n_layer), layer),
+    st.integers(1, 6),
+    st.builds(LayerSize, st.integers(1, 12), st.integers(1, 9)),
+)
+
+
+def covered(slices: Mapping[str, tuple[Slice, ...]]) -> list[tuple[int, int]]:
+    return sorted((layer, e) for of in slices.values() for layer, first, last in of for e in range(first, last + 1))
+
+
+def experts(of: tuple[Slice, ...]) -> list[tuple[int, int]]:
+    return covered({"": of})
+
+
+def used_bytes(of: tuple[Slice, ...], layers: Layers) -> int:
+    return sum((last - first + 1) * layers[layer].expert_bytes for layer, first, last in of)
+
+
+def check(made: Plan, candidates: list[Candidate], layers: Layers) -> None:
+    """Each expert once, or missing; nobody holds more than it offers."""
+    wanted = sorted((number, expert) for number, layer in layers.items() for expert in range(layer.n_expert))
+    assert sorted([*covered(made.slices), *experts(made.missing)]) == wanted
+    offers = {c.node_id: c.memory_bytes for c in candidates}
+    for node_id, of_node in made.slices.items():
+        assert used_bytes(of_node, layers) <= offers[node_id]
+        assert list(of_node) == sorted(of_node)
+
+
+@settings(max_examples=300)
+@given(any_nodes, any_layers)
+def test_each_expert_once_and_never_more_than_is_offered(candidates: list[Candidate], layers: Layers) -> None:
+    made = plan(candidates, layers)
+    check(made, candidates, layers)
+    # What is missing fits nowhere.
+    for layer, _, _ in made.missing:
+        for c in candidates:
+            assert c.memory_bytes - used_bytes(made.slices.get(c.node_id, ()), layers) < layers[layer].expert_bytes or (
+                any(layers[other].expert_bytes != layers[layer].expert_bytes for other in layers)
+            )
+
+
+@given(any_nodes, any_layers, st.data())
+def test_the_order_of_candidates_and_layers_does_not_matter(
+    candidates: list[Candidate], layers: Layers, data: st.DataObject
+) -> None:
+    shuffled = data.draw(st.permutations(candidates))
+    reordered = dict(data.draw(st.permutations(list(layers.items()))))
+    made = plan(candidates, layers)
+    assert plan(shuffled, reordered) == made
+    assert plan(shuffled, reordered, made.slices) == plan(candidates, layers, made.slices)
+    assert elect(shuffled) == elect(candidates)
+
+
+@settings(max_examples=300)
+@given(any_nodes, any_layers)
+def test_what_is_held_stays_when_nothing_changed(candidates: list[Candidate], layers: Layers) -> None:
+    made = plan(candidates, layers)
+    assert plan(candidates, layers, made.slices) == made
+
+
+@given(any_nodes, even_layers, st.data())
+def test_what_is_held_stays_when_memory_changes_and_it_still_fits(
+    candidates: list[Candidate], layers: Layers, data: st.DataObject
+) -> None:
+    made = plan(candidates, layers)
+    assume(not made.missing and all(made.slices.get(c.node_id) for c in candidates))
+    grown = [replace(c, memory_bytes=c.memory_bytes + data.draw(st.integers(0, 500))) for c in candidates]
+    assert plan(grown, layers, made.slices).slices == made.slices
+    # A node that offers memory for no expert changes nothing either.
+    idle = Candidate("f" * 16, layers[0].expert_bytes - 1, True)
+    assert plan([*candidates, idle], layers, made.slices).slices == made.slices
+
+
+@settings(max_examples=300)
+@given(nodes(st.integers(1, 10**6)), even_layers)
+def test_every_node_with_room_for_an_expert_gets_one(candidates: list[Candidate], layers: Layers) -> None:
+    able = [c for c in candidates if c.memory_bytes >= layers[0].expert_bytes]
+    assume(len(able) <= sum(layer.n_expert for layer in layers.values()))
+    made = plan(candidates, layers)
+    check(made, candidates, layers)
+    assert {c.node_id for c in able} == {node_id for node_id, of in made.slices.items() if of}
+
+
+@given(any_nodes, even_layers, st.data())
+def test_nodes_that_leave_and_come_back(candidates: list[Candidate], layers: Layers, data: st.DataObject) -> None:
+    made = plan(candidates, layers)
+    left = [c for c in candidates if data.draw(st.booleans())]
+    after = plan(left, layers, made.slices)
+    check(after, left, layers)
+    check(plan(candidates, layers, after.slices), candidates, layers)
+
+
+def test_layers_are_cut_alike_in_proportion_to_memory() -> None:
+    layers = dict.fromkeys(range(48), LayerSize(128, 1000))
+    offers = {"a" * 16: 3_000_000, "b" * 16: 2_000_000, "c" * 16: 3_000_000}
+    made = plan([Candidate(i, memory, False) for i, memory in offers.items()], layers)
+    for node_id, share in (("a" * 16, 48), ("b" * 16, 32), ("c" * 16, 48)):
+        assert {last - first + 1 for _, first, last in made.slices[node_id]} == {share}
+        assert len(made.slices[node_id]) == 48
+
+
+@pytest.mark.parametrize("small_bytes", [1000, 5000, 20_000])
+def test_a_tiny_node_beside_giants_gets_a_part_and_then_all_stays(small_bytes: int) -> None:
+    layers = dict.fromkeys(range(4), LayerSize(8, 1000))
+    candidates = [
+        Candidate("1" * 16, 10**12, True),
+        Candidate("2" * 16, small_bytes, False),
+        Candidate("3" * 16, 10**12, False),
+    ]
+    made = plan(candidates, layers)
+    check(made, candidates, layers)
+    assert all(made.slices[c.node_id] for c in candidates)
+    assert plan(candidates, layers, made.slices) == made
+
+
+def test_a_node_with_room_for_no_expert_does_not_shuffle_the_others() -> None:
+    layers = dict.fromkeys(range(2), LayerSize(8, 1000))
+    two = [Candidate("1" * 16, 10_000, True), Candidate("2" * 16, 10_000, True)]
+    held = {"1" * 16: ((0, 4, 7), (1, 0, 3)), "2" * 16: ((0, 0, 3), (1, 4, 7))}
+    idle = Candidate("0" * 16, 999, True)
+    assert plan([idle, *two], layers, held).slices == held
+
+
+@given(any_nodes)
+def test_the_router_is_able_and_unique(candidates: list[Candidate]) -> None:
+    chosen = elect(candidates)
+    able = [c for c in candidates if c.can_route]
+    assert (chosen is None) == (not able)
+    if chosen is not None:
+        assert chosen in able
+        assert chosen.routes_since_term == max(c.routes_since_term for c in able)
+
+
+@given(any_nodes, any_nodes, st.integers(1, 9))
+def test_a_live_router_stays_whoever_comes_or_goes(before: list[Candidate], after: list[Candidate], term: int) -> None:
+    before = [replace(c, routes_since_term=0) for c in before]
+    chosen = elect(before)
+    assume(chosen is not None)
+    assert chosen is not None
+    router = replace(chosen, routes_since_term=term)
+    others = [replace(c, routes_since_term=0) for c in after if c.node_id != router.node_id]
+    assert elect([router, *others]) == router
+    # Two routers, as after a network that was cut in two: the higher term is the one.
+    rival = Candidate("e" * 16, 0, True, term + 1)
+    assert elect([router, *others, rival]) == rival
