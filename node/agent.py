@@ -129,7 +129,10 @@ class Agent:
         routing = [peer for peer in self.membership.alive(time.monotonic()).values() if peer.record.router is not None]
         if not routing:
             return None
-        best = max(routing, key=lambda peer: peer.record.router.term if peer.record.router else 0)
+        # As elect() does: of two with one term, the lower id.
+        best = min(
+            routing, key=lambda peer: (-(peer.record.router.term if peer.record.router else 0), peer.record.node)
+        )
         return best.record, best.url
 
     def wake(self) -> None:
@@ -384,7 +387,7 @@ class Agent:
             code = "missing_slices" if missing else "model_loading"
             return Unavailable(code, f"The model is not ready: {self.waits_for(router)}", missing=missing)
         if self.role is not None and self.role.engine is not None:
-            return Here(self.role.engine.url, self.role.engine.api_key)
+            return Here(self.role.engine.url, self.role.engine.api_key, self.config.model.parallel)
         if url:
             return There(record.name, url)
         return Unavailable("model_loading", "The router engine is starting")

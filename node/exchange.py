@@ -10,7 +10,7 @@ from aiohttp import web
 from node.api_errors import Api, ApiError, ComputeError
 from node.client_watch import ClientWatch
 from node.event_stream import EventStream
-from node.relay import Answer, Upstream, broken
+from node.relay import Answer
 from node.router_engine import ExpertFailure
 
 # The experts' report comes on another connection than llama-server's answer, a little before or after it.
@@ -23,11 +23,10 @@ _LAST_EVENT_S = 1.0
 class Exchange:
     """What a client has been sent of one answer."""
 
-    def __init__(self, request: web.Request, api: Api, upstream: Upstream, failures: Failures | None) -> None:
+    def __init__(self, request: web.Request, api: Api, failures: Failures | None) -> None:
         """``failures``: where a compute error's cause is to be found; None when a peer has told it already."""
         self._request = request
         self._api = api
-        self._upstream = upstream
         self._failures = failures
         self._started_s = time.monotonic()
         self._events: EventStream | None = None
@@ -37,7 +36,7 @@ class Exchange:
         """Passes the whole answer on. Raises UpstreamBroken, ConnectionError."""
         if answer.status in (401, 403):
             # The client's credentials are checked by this node; these are about ours.
-            raise broken(self._upstream, f"it refused this node with status {answer.status}")
+            raise answer.broken(f"it refused this node with status {answer.status}")
         if answer.is_event_stream:
             return await self._relay_events(answer, watch)
         explained = await self._explained_body(answer) if answer.status >= 500 and self._failures else None
@@ -86,7 +85,7 @@ class Exchange:
                 watch.sent(len(whole) + len(error))
                 await response.write(whole + error)
         if not self._events.ended:
-            raise broken(self._upstream, "it ended its answer early")
+            raise answer.broken("it ended its answer early")
         if rest := self._events.rest():
             await response.write(rest)
         await response.write_eof()

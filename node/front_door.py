@@ -10,8 +10,8 @@ to the next server is closed at once, which is how llama-server learns that it m
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from node.exchange import Exchange, Failures
 from node.relay import Relay, Upstream, UpstreamBroken, UpstreamUnreachable
 from node.request_body import BodyReader, decoded, top_level
 from node.router_engine import ExpertFailure
+from node.turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ _APIS: Mapping[str, Api] = {
     "/v1/messages/count_tokens": Api.ANTHROPIC,
 }
 
+_WITHOUT_SLOT = ("/v1/messages/count_tokens",)
 _RETRY_S = 5
 _MISSING_MAX = 16
 
@@ -56,10 +58,11 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class Here:
-    """The router is this node. ``url`` and ``api_key``: of its llama-server."""
+    """The router is this node. ``url``, ``api_key`` and ``slots`` (``--parallel``): of its llama-server."""
 
     url: str
     api_key: str
+    slots: int
 
 
 @dataclass(frozen=True)
@@ -137,14 +140,20 @@ class Door:
         self._relay = Relay(self._options.stall_timeout_s)
         self._bodies = BodyReader(self._options.body_bytes_max, self._options.held_bytes_max)
         self._failures = Failures()
+        self._turns = Turns()
         self._open: set[ClientWatch] = set()
         self._stopping: str | None = None
         self.statistics = DoorStatistics()
 
     @property
     def open(self) -> int:
-        """Requests that are being relayed now."""
+        """Requests that are being relayed, or wait for their turn."""
         return len(self._open)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait until llama-server has a slot free."""
+        return self._turns.waiting
 
     def report_failure(self, failure: ExpertFailure) -> None:
         """To be called with what the router engine reports: it explains llama-server's next "Compute error."."""
@@ -254,37 +263,54 @@ class Door:
         self, request: web.Request, api: Api, path: str, body: bytes, from_peer: bool
     ) -> web.StreamResponse:
         await self._check_body(body)
-        upstream = await self._upstream(path, body, from_peer)
         self._check_stopping()  # reading the body took its time
         if len(self._open) >= self._options.open_max:
             raise ApiError("Too many requests are open at this node", status=503, code="busy", retry_after_s=_RETRY_S)
-        self.statistics.relayed += 1
-        exchange = Exchange(request, api, upstream, self._failures if upstream.node is None else None)
+        exchange: Exchange | None = None
         headers = {name: request.headers[name] for name in ("Content-Type", "Accept") if name in request.headers}
         try:
-            async with watch_client(request, self._options.stall_timeout_s) as watch:
-                with self._counted(watch):
-                    async with self._relay.ask(upstream, body, headers) as answer:
-                        return await exchange.relay(answer, watch)
+            async with watch_client(request, self._options.stall_timeout_s) as watch, self._turn(watch, path):
+                upstream = await self._upstream(path, body, from_peer)
+                self.statistics.relayed += 1
+                exchange = Exchange(request, api, self._failures if upstream.node is None else None)
+                async with self._relay.ask(upstream, body, headers) as answer:
+                    return await exchange.relay(answer, watch)
         except ClientGone as gone:
             self.statistics.clients_gone += 1
             log.info("%s: %s", path, gone)
-            return exchange.response or web.Response(status=499)
+            return (exchange.response if exchange else None) or web.Response(status=499)
         except UpstreamUnreachable as error:
+            about = {"node": error.node}
             raise ApiError(
-                error.message,
-                status=503,
-                code="router_unreachable",
-                retry_after_s=_RETRY_S,
-                about={"node": upstream.node},
+                error.message, status=503, code="router_unreachable", retry_after_s=_RETRY_S, about=about
             ) from error
         except UpstreamBroken as error:
             self.statistics.broken += 1
             log.warning("%s: %s", path, error)
-            about = {"node": upstream.node}
-            return await exchange.fail(ApiError(error.message, status=502, code="router_broke", about=about))
+            cause = ApiError(error.message, status=502, code="router_broke", about={"node": error.node})
         except Interrupted as error:
-            return await exchange.fail(ApiError(error.message, status=503, code="stopping", retry_after_s=_RETRY_S))
+            cause = ApiError(error.message, status=503, code="stopping", retry_after_s=_RETRY_S)
+        if exchange is None:
+            raise cause
+        return await exchange.fail(cause)
+
+    @asynccontextmanager
+    async def _turn(self, watch: ClientWatch, path: str) -> AsyncIterator[None]:
+        """Counts as open, and is let in when llama-server, if it is this node's, has a slot free.
+
+        In llama-server's own queue a client that has left is not noticed while others are answered: it looks for that
+        only when none of its requests had anything to report for a second (server_response::recv_with_timeout).
+        """
+        self._open.add(watch)
+        try:
+            router = self._swarm.router()
+            if isinstance(router, Here) and path not in _WITHOUT_SLOT:
+                async with self._turns.take(router.slots):
+                    yield
+            else:
+                yield
+        finally:
+            self._open.discard(watch)
 
     async def _upstream(self, path: str, body: bytes, from_peer: bool) -> Upstream:
         router = self._swarm.router()
@@ -298,14 +324,6 @@ class Door:
         path = RELAY_PREFIX + path
         headers = await self._swarm.peer_headers(router, path, body)
         return Upstream(f"{router.url}{path}", headers, f"the router, node {router.name},", router.name)
-
-    @contextmanager
-    def _counted(self, watch: ClientWatch) -> Iterator[None]:
-        self._open.add(watch)
-        try:
-            yield
-        finally:
-            self._open.discard(watch)
 
 
 def add_routes(app: web.Application, door: Door) -> None:

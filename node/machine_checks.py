@@ -89,7 +89,7 @@ async def check_ffn(config: Config) -> Check:
     """An expert FFN on the chosen device gives the numbers of the NumPy reference."""
     # In a process of its own: a driver that fails may take the process with it.
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "node.machine_checks", config.experts.device, str(config.experts.threads)),
+        *(sys.executable, "-m", "node.machine_checks", config.experts.device),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -116,7 +116,7 @@ async def check_ffn(config: Config) -> Check:
     return Check("test FFN", "ok", found) if right else Check("test FFN", "failed", f"wrong numbers {found}", advice)
 
 
-def ffn_errors(device: str, threads: int) -> dict[str, Any]:
+def ffn_errors(device: str) -> dict[str, Any]:
     """Computes small made-up layers on a device and in NumPy: the device's name, and relative errors by tensor type."""
     import gguf
     import numpy as np
@@ -140,7 +140,7 @@ def ffn_errors(device: str, threads: int) -> dict[str, Any]:
                 parts[f"ffn_{name}_exps.weight"] = kernels.TensorParts(kind, (n_in, n_out), [place])
                 file.write(data)
             file.flush()
-            store = kernels.ExpertStore(device, threads)
+            store = kernels.ExpertStore(device, threads=1)
             store.load(0, program, first, last, n_expert, parts)
         row = np.repeat(np.arange(n_rows, dtype=np.int32), 2)
         expert = np.array([first + (r + k) % 3 for r in range(n_rows) for k in range(2)], np.int32)
@@ -211,4 +211,4 @@ def check_state_folder(config: Config) -> Check:
 
 
 if __name__ == "__main__":
-    print(json.dumps(ffn_errors(sys.argv[1], int(sys.argv[2]))))
+    print(json.dumps(ffn_errors(sys.argv[1])))

@@ -60,11 +60,14 @@ class Answer:
         try:
             return await self._response.content.readany()
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
-            raise broken(self._upstream, error) from error
+            raise self.broken(error) from error
+
+    def broken(self, reason: Exception | str) -> UpstreamBroken:
+        """The error for this answer, if it ended too early or cannot be passed on."""
+        return _broken(self._upstream, reason)
 
 
-def broken(upstream: Upstream, error: Exception | str) -> UpstreamBroken:
-    """The error for an answer that ended too early."""
+def _broken(upstream: Upstream, error: Exception | str) -> UpstreamBroken:
     reason = str(error) or type(error).__name__
     return UpstreamBroken(f"The connection to {upstream.title} broke: {reason}", node=upstream.node)
 
@@ -121,7 +124,7 @@ class Relay:
                 f"{upstream.title} cannot be reached: {error or type(error).__name__}", node=upstream.node
             ) from error
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
-            raise broken(upstream, error) from error
+            raise _broken(upstream, error) from error
         try:
             yield Answer(upstream, response)
         finally:

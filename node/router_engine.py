@@ -229,6 +229,8 @@ async def _start(
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--ctx-size", str(options.context), "--parallel", str(options.parallel)),
         *("--ubatch-size", str(options.ubatch)),
+        # While it computes a batch (2,048 tokens by default), it neither looks for clients that left nor for new ones.
+        *("--batch-size", str(options.ubatch)),
         *("--threads", str(threads), "--poll", "0", "--no-warmup", "--fit", "off"),
         *("--cache-ram", str(options.cache_ram_mib), "--ctx-checkpoints", "0" if options.cache_ram_mib == 0 else "8"),
         # Mapped, the pages of the whole file would be resident, experts included.

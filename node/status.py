@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from node.records import Record
@@ -145,7 +146,7 @@ def print_status(document: dict[str, Any], console: Console) -> None:
     if model is not None:
         size = (model["trunk_bytes"] + model["expert_bytes"]) / 2**30
         console.print(
-            f"[bold]{model['file']}[/] ({model['architecture']}, {model['layers']} layers, {model['experts']} experts, "
+            f"[bold]{escape(model['file'])}[/] ({escape(model['architecture'])}, {model['layers']} layers, {model['experts']} experts, "
             f"{size:.1f} GiB) in swarm {document['swarm']!r}"
         )
     else:
@@ -153,7 +154,7 @@ def print_status(document: dict[str, Any], console: Console) -> None:
     if document["ready"]:
         console.print(f"[green]ready[/], router {document['router']['name']}, term {document['router']['term']}")
     else:
-        console.print(f"[yellow]not ready[/]: {document['waits_for']}")
+        console.print(f"[yellow]not ready[/]: {escape(document['waits_for'])}")
     table = Table()
     for heading in ("node", "", "platform", "device", "offers", "holds", "address"):
         table.add_column(heading)
@@ -165,14 +166,14 @@ def print_status(document: dict[str, Any], console: Console) -> None:
         if planned > count(ready):
             holds += f" ({count(ready)} of {planned} experts ready)"
         table.add_row(
-            node["name"],
+            escape(node["name"]),
             state + role,
-            node["platform"],
-            ", ".join(f"{d['name']} ({d['type']})" for d in node["devices"]) or "-",
+            escape(node["platform"]),
+            escape(", ".join(f"{d['name']} ({d['type']})" for d in node["devices"]) or "-"),
             f"{node['memory_bytes'] / 2**30:.1f} GiB",
-            holds + (f"\n[red]{node['problem']}[/]" if node["problem"] else ""),
+            holds + (f"\n[red]{escape(node['problem'])}[/]" if node["problem"] else ""),
             node["url"],
         )
     console.print(table)
     for failure in document["failures"]:
-        console.print(f"[red]failed[/]: {failure}")
+        console.print(f"[red]failed[/]: {escape(failure)}")

@@ -13,8 +13,8 @@ import re
 import socket
 import struct
 import subprocess
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,9 +40,19 @@ ANSWER = "The capital of France is Paris."
 ASK: dict[str, Any] = {"model": "demo", "temperature": 0, "messages": [{"role": "user", "content": QUESTION}]}
 CITY = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
 TOOL = {"type": "function", "function": {"name": "weather", "description": "The weather", "parameters": CITY}}
+# An example of a call, which so small a model needs.
+CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+WEATHER: list[Any] = [
+    {"role": "user", "content": "Weather in Rome?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "user", "content": "Weather in Paris?"},
+]
+ASK_TOOL = ASK | {"messages": WEATHER, "tools": [TOOL], "max_tokens": 60}
 PERSON = {"type": "object", "properties": {"age": {"enum": [3, 4]}, "name": {"enum": ["Ann"]}}}
 PERSON |= {"required": ["age", "name"], "additionalProperties": False}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
+# Its client has no field for the temperature.
+ASK_ANTHROPIC: dict[str, Any] = {"model": "demo", "messages": ASK["messages"], "extra_body": {"temperature": 0}}
 SLOT_TOKENS = 8192
 
 # The demo model's own, with the tool calls that it lacks.
@@ -106,11 +116,27 @@ class Rig:
         async with self.session.get(f"{self.url}/slots", headers=self.headers) as response:
             return list(await response.json())
 
-    async def busy(self, n_slots: int, within_s: float = 20.0) -> None:
-        """Waits until that many slots work; each look waits for a micro-batch by itself."""
-        async with asyncio.timeout(within_s):
-            while sum(slot["is_processing"] for slot in await self.slots()) != n_slots:
+    async def busy(self, n_slots: int) -> None:
+        """Waits until that many slots work."""
+        async with asyncio.timeout(20):
+            while sum(slot["is_processing"] for slot in await self.slots()) != n_slots:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
+
+    async def decoded(self, n_tokens: int) -> None:
+        """Waits until a slot has written more than that."""
+        async with asyncio.timeout(60):
+            while not any(_decoded(slot) > n_tokens for slot in await self.slots()):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+
+    async def idle(self) -> None:
+        """Waits until no slot works; a client has left not long ago.
+
+        llama-server looks for that once none of its requests, ours included, was answered for a second.
+        """
+        async with asyncio.timeout(10):
+            while any(slot["is_processing"] for slot in await self.slots()):  # noqa: ASYNC110
+                await asyncio.sleep(1.5)
+        assert self.one.door.open == self.two.door.open == 0
 
     def openai(self, url: str = "", **options: Any) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(
@@ -121,21 +147,24 @@ class Rig:
         return anthropic.AsyncAnthropic(base_url=url or self.two.url, api_key="none", max_retries=0, timeout=120)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
-    folder = tmp_path_factory.mktemp("llama")
-    template = folder / "template.jinja"
+def _decoded(slot: dict[str, Any]) -> int:
+    return int((slot.get("next_token") or [{}])[0].get("n_decoded", 0))
+
+
+@contextmanager
+def llama_server(folder: Path, api_key: str) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Its URL, and a check that it still runs."""
+    template, log_path = folder / "template.jinja", folder / "log"
     template.write_text(TEMPLATE)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    api_key = "key-of-llama-server"
     arguments = ["--model", demo_model(), "--alias", "demo", "--host", "127.0.0.1", "--port", port]
     arguments += ["--ctx-size", 2 * SLOT_TOKENS, "--parallel", 2, "--threads", kernels.default_threads(), "--poll", 0]
     # Small batches, as llama-server looks at nothing else while it computes one.
     arguments += ["--batch-size", 64, "--ubatch-size", 64, "--no-warmup", "--fit", "off", "--metrics"]
     arguments += ["--cache-ram", 0, "--ctx-checkpoints", 0, "--chat-template-file", template]
-    with (folder / "log").open("wb") as log_file:
+    with log_path.open("wb") as log_file:
         process = subprocess.Popen(
             [str(kernels.native_path("llama-server")), *map(str, arguments)],
             env={**os.environ, "LLAMA_API_KEY": api_key},
@@ -143,24 +172,34 @@ async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
             stdout=log_file,
             stderr=log_file,
         )
-    url = f"http://127.0.0.1:{port}"
+
+    def check() -> None:
+        assert process.poll() is None, log_path.read_text()
+
     try:
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
-            await ready(session, url, process, folder / "log")
-            async with (
-                node(Here(url, api_key)) as one,
-                node(There("alpha", one.url)) as two,
-            ):
-                yield Rig(session, url, api_key, one, two)
+        yield f"http://127.0.0.1:{port}", check
     finally:
         process.terminate()
         process.wait()
 
 
-async def ready(session: aiohttp.ClientSession, url: str, process: subprocess.Popen[bytes], log_path: Path) -> None:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
+    api_key = "key-of-llama-server"
+    with llama_server(tmp_path_factory.mktemp("llama"), api_key) as (url, check):
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
+            await ready(session, url, check)
+            async with (
+                node(Here(url, api_key, 2)) as one,
+                node(There("alpha", one.url)) as two,
+            ):
+                yield Rig(session, url, api_key, one, two)
+
+
+async def ready(session: aiohttp.ClientSession, url: str, check: Callable[[], None]) -> None:
     async with asyncio.timeout(60):
         while True:
-            assert process.poll() is None, log_path.read_text()
+            check()
             with contextlib.suppress(aiohttp.ClientConnectionError):
                 async with session.get(f"{url}/health") as response:
                     if response.status == 200:
@@ -192,13 +231,8 @@ CASES: dict[str, tuple[str, dict[str, Any], int, str]] = {
         200,
         '"top_logprobs"',
     ),
-    "chat tools": (CHAT, ASK | {"tools": [TOOL], "tool_choice": "required", "max_tokens": 60}, 200, '"tool_calls"'),
-    "chat tools stream": (
-        CHAT,
-        ASK | {"tools": [TOOL], "tool_choice": "required", "max_tokens": 60, "stream": True},
-        200,
-        '"finish_reason":"tool_calls"',
-    ),
+    "chat tools": (CHAT, ASK_TOOL, 200, '"tool_calls":['),
+    "chat tools stream": (CHAT, ASK_TOOL | {"stream": True}, 200, '"finish_reason":"tool_calls"'),
     "chat schema": (CHAT, ASK | {"response_format": FORMAT, "max_tokens": 60}, 200, '\\"Ann\\"'),
     "chat n": (CHAT, ASK | {"n": 2, "max_tokens": 3}, 200, '"index":1'),
     "completions": (COMPLETIONS, {"prompt": "Once upon", "max_tokens": 4, "temperature": 0}, 200, '"text":'),
@@ -221,7 +255,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "embeddings": ("/v1/embeddings", {"input": "x"}, 501, "--embeddings"),
     "too long": (CHAT, LONG, 400, "exceed_context_size_error"),
     "too long stream": (MESSAGES, LONG | {"max_tokens": 5, "stream": True}, 400, "exceed_context_size_error"),
-    "no messages": (CHAT, {"model": ""}, 500, "'messages' is required"),
+    "no messages": (CHAT, {"model": ""}, 400, "'messages' is required"),
     "bad schema": (CHAT, ASK | {"response_format": {"type": "nonsense"}}, 400, "invalid_request_error"),
 }
 
@@ -300,13 +334,18 @@ async def test_openai_streams_with_usage(rig: Rig) -> None:
 @real
 async def test_openai_tools(rig: Rig) -> None:
     client = rig.openai()
-    answer = await client.chat.completions.create(**ASK, tools=[TOOL], tool_choice="required", max_tokens=60)
+    answer = await client.chat.completions.create(**ASK_TOOL)
     (call,) = answer.choices[0].message.tool_calls or []
     assert answer.choices[0].finish_reason == "tool_calls" and call.function.name == "weather"
-    assert json.loads(call.function.arguments)["city"] in ("Paris", "Rome")
-    messages = [*ASK["messages"], answer.choices[0].message.model_dump(exclude_none=True)]
+    assert json.loads(call.function.arguments) == {"city": "Paris"}
+    arguments = ""
+    async for event in await client.chat.completions.create(**ASK_TOOL, stream=True):
+        for part in event.choices[0].delta.tool_calls or []:
+            arguments += part.function.arguments or ""
+    assert json.loads(arguments) == {"city": "Paris"}
+    messages = [*WEATHER, answer.choices[0].message.model_dump(exclude_none=True)]
     messages.append({"role": "tool", "tool_call_id": call.id, "content": "Sunny"})
-    answer = await client.chat.completions.create(**ASK | {"messages": messages}, tools=[TOOL], max_tokens=8)
+    answer = await client.chat.completions.create(**ASK_TOOL | {"messages": messages, "max_tokens": 8})
     assert answer.usage is not None and answer.usage.completion_tokens > 0
 
 
@@ -354,21 +393,23 @@ async def test_openai_errors(rig: Rig) -> None:
 @real
 async def test_anthropic(rig: Rig) -> None:
     client = rig.anthropic()
-    ask: dict[str, Any] = ASK | {"max_tokens": 20}
+    ask = ASK_ANTHROPIC | {"max_tokens": 20}
     answer = await client.messages.create(**ask)
-    assert answer.content[0].text == ANSWER and answer.stop_reason == "end_turn"  # type: ignore[union-attr]
+    assert answer.content[0].text == ANSWER and answer.stop_reason == "end_turn"
     async with client.messages.stream(**ask) as stream:
         assert "".join([text async for text in stream.text_stream]) == ANSWER
         final = await stream.get_final_message()
     assert final.usage.output_tokens == 8 and final.stop_reason == "end_turn"
     answer = await client.messages.create(**ask, stop_sequences=[" is Pa"])
-    assert answer.content[0].text == "The capital of France"  # type: ignore[union-attr]
-    assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", " is Pa")
-    tools: Any = [{"name": "weather", "input_schema": CITY}]
-    answer = await client.messages.create(**ask | {"max_tokens": 60}, tools=tools, tool_choice={"type": "any"})
-    (use,) = [block for block in answer.content if block.type == "tool_use"]
-    assert use.name == "weather" and use.input["city"] in ("Paris", "Rome")  # type: ignore[index]
-    count = await client.messages.count_tokens(model="demo", messages=ASK["messages"])
+    assert answer.content[0].text == "The capital of France"
+    assert answer.stop_sequence == " is Pa"
+    use = {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Rome"}}
+    messages = [WEATHER[0], {"role": "assistant", "content": [use]}, WEATHER[2]]
+    tools = [{"name": "weather", "description": "The weather", "input_schema": CITY}]
+    answer = await client.messages.create(**ask | {"messages": messages, "max_tokens": 60}, tools=tools)
+    (block,) = [block for block in answer.content if block.type == "tool_use"]
+    assert answer.stop_reason == "tool_use" and (block.name, block.input) == ("weather", {"city": "Paris"})
+    count = await client.messages.count_tokens(model="demo", messages=ASK_ANTHROPIC["messages"])
     assert count.input_tokens > 20
 
 
@@ -376,13 +417,13 @@ async def test_anthropic(rig: Rig) -> None:
 async def test_anthropic_errors(rig: Rig) -> None:
     client = rig.anthropic()
     with pytest.raises(anthropic.NotFoundError, match="demo, demo-moe, default") as unknown:
-        await client.messages.create(**ASK | {"model": "claude"}, max_tokens=5)
+        await client.messages.create(**ASK_ANTHROPIC | {"model": "claude"}, max_tokens=5)
     body: Any = unknown.value.body
     assert body["type"] == "error" and body["error"]["type"] == "not_found_error"
     with pytest.raises(anthropic.BadRequestError, match="exceeds the available context size"):
         await client.messages.create(model="demo", max_tokens=5, **LONG)
     with pytest.raises(anthropic.BadRequestError, match="empty string"):
-        await client.messages.create(**ASK, max_tokens=5, stop_sequences=[""])
+        await client.messages.create(**ASK_ANTHROPIC, max_tokens=5, stop_sequences=[""])
 
 
 # ---- clients that leave, with a llama-server that would go on (STRM-1)
@@ -422,11 +463,20 @@ class Leaver:
 
 
 @real
-@pytest.mark.parametrize("through", ["one", "two"])
-@pytest.mark.parametrize("how", ["close", "reset"])
-@pytest.mark.parametrize("phase", ["prompt, stream", "prompt, no stream", "mid-stream", "no stream"])
+@pytest.mark.parametrize(
+    ("phase", "how", "through"),
+    [
+        ("prompt, stream", "close", "two"),
+        ("prompt, stream", "reset", "one"),
+        ("prompt, no stream", "close", "one"),
+        ("prompt, no stream", "reset", "two"),
+        ("mid-stream", "close", "one"),
+        ("mid-stream", "reset", "two"),
+        ("no stream", "close", "two"),
+    ],
+)
 async def test_generation_ends_when_the_client_leaves(rig: Rig, phase: str, how: str, through: str) -> None:
-    await rig.busy(0)
+    await rig.idle()
     written = (await rig.metrics())["tokens_predicted_total"]
     prompt = phase.startswith("prompt")
     ask = (NOVEL if prompt else STORY) | {"stream": "no stream" not in phase, "cache_prompt": False}
@@ -435,47 +485,62 @@ async def test_generation_ends_when_the_client_leaves(rig: Rig, phase: str, how:
     if phase == "mid-stream":
         await client.read_events(5)
     elif phase == "no stream":
-        async with asyncio.timeout(60):
-            while not any(slot.get("next_token", [{}])[0].get("n_decoded", 0) > 5 for slot in await rig.slots()):
-                await asyncio.sleep(0.05)
+        await rig.decoded(5)
     client.leave(how)
-    started_s = time.monotonic()
-    await rig.busy(0)
-    # A second until llama-server looks, and a batch of 64 tokens; the rest is for a machine with other work.
-    assert time.monotonic() - started_s < 5
-    assert rig.one.door.open == rig.two.door.open == 0
+    await asyncio.sleep(1.2)  # a second until llama-server looks
+    await rig.idle()
     if prompt:
         assert (await rig.metrics())["tokens_predicted_total"] == written  # it was left in the prompt
 
 
 @real
+@pytest.mark.xfail(
+    reason="server_response::recv_with_timeout starts its second anew with every result of any request", strict=True
+)
+async def test_generation_beside_another_stream_ends_when_the_client_leaves(rig: Rig) -> None:
+    await rig.idle()
+    other = await Leaver.ask(rig.two.url, STORY | {"stream": True})
+    client = await Leaver.ask(rig.two.url, STORY)
+    try:
+        await rig.busy(2)
+        client.leave()
+        await other.read_events(10)
+        await asyncio.sleep(4)
+        assert sum(slot["is_processing"] for slot in await rig.slots()) == 1
+    finally:
+        client.leave()
+        other.leave()
+        await asyncio.sleep(1.2)
+        await rig.idle()
+
+
+@real
 @pytest.mark.parametrize("through", ["one", "two"])
 async def test_a_queued_request_never_starts_once_its_client_has_left(rig: Rig, through: str) -> None:
-    await rig.busy(0)
+    await rig.idle()
     url = getattr(rig, through).url
     running = [await Leaver.ask(url, STORY | {"stream": True}) for _ in range(2)]
     await rig.busy(2)
     queued = await Leaver.ask(url, NOVEL | {"stream": True})
-    async with asyncio.timeout(10):
-        while (await rig.metrics())["requests_deferred"] != 1:
-            await asyncio.sleep(0.05)
+    async with asyncio.timeout(5):
+        while rig.one.door.waiting != 1:  # noqa: ASYNC110 (counted, not announced)
+            await asyncio.sleep(0.01)
         queued.leave()
-        while (await rig.metrics())["requests_deferred"] != 0:
-            await asyncio.sleep(0.05)
-    tasks = [slot["id_task"] for slot in await rig.slots()]
-    assert (await rig.metrics())["requests_processing"] == 2
-    for client in running:  # which have noticed nothing
+        while rig.one.door.waiting != 0:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    tasks = {slot["id_task"] for slot in await rig.slots()}
+    running[0].leave()
+    for client in running[1:]:  # which has noticed nothing
         await client.read_events(5)
-    assert [slot["id_task"] for slot in await rig.slots()] == tasks
-    for client in running:
         client.leave()
-    await rig.busy(0)
-    assert rig.one.door.open == rig.two.door.open == 0
+    await asyncio.sleep(1.2)
+    await rig.idle()
+    assert {slot["id_task"] for slot in await rig.slots()} == tasks
 
 
 @real
-async def test_openai_cancel(rig: Rig) -> None:
-    await rig.busy(0)
+async def test_clients_cancel(rig: Rig) -> None:
+    await rig.idle()
     events = await rig.openai().chat.completions.create(
         model="demo", messages=STORY["messages"], max_tokens=6000, stream=True, extra_body={"ignore_eos": True}
     )
@@ -485,15 +550,14 @@ async def test_openai_cancel(rig: Rig) -> None:
         if n_events == 5:
             break
     await events.close()
-    await rig.busy(0, within_s=5)
-    asking = asyncio.create_task(rig.anthropic().messages.create(**STORY_OF_ANTHROPIC))
+    await asyncio.sleep(1.2)
+    await rig.idle()
+    story: dict[str, Any] = {"model": "demo", "messages": STORY["messages"], "max_tokens": 6000}
+    asking = asyncio.create_task(rig.anthropic().messages.create(**story, extra_body={"ignore_eos": True}))
     await rig.busy(1)
     asking.cancel()
-    await rig.busy(0, within_s=5)
-
-
-STORY_OF_ANTHROPIC: dict[str, Any] = {"model": "demo", "messages": STORY["messages"], "max_tokens": 6000}
-STORY_OF_ANTHROPIC |= {"extra_body": {"ignore_eos": True}}
+    await asyncio.sleep(1.2)
+    await rig.idle()
 
 
 # ---- the swarm's own errors, as the clients show them
@@ -519,7 +583,7 @@ async def openai_responses(url: str) -> None:
 
 async def anthropic_messages(url: str) -> None:
     client = anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0)
-    async for _ in await client.messages.create(**ASK, max_tokens=5, stream=True):
+    async for _ in await client.messages.create(**ASK_ANTHROPIC, max_tokens=5, stream=True):
         pass
 
 
@@ -528,7 +592,7 @@ ASKS = [(openai_chat, EVENT), (openai_responses, RESPONSE_EVENT), (anthropic_mes
 
 @pytest.mark.parametrize(("ask", "event"), ASKS)
 async def test_clients_raise_what_broke_in_mid_stream(ask: Callable[[str], Any], event: bytes) -> None:
-    async with fake_llama_server() as llama, node(Here(llama.url, llama.api_key)) as n:
+    async with fake_llama_server() as llama, node(Here(llama.url, llama.api_key, 16)) as n:
         asking = asyncio.create_task(ask(n.url))
         asked = await llama.next()
         await asked.start()
@@ -541,7 +605,7 @@ async def test_clients_raise_what_broke_in_mid_stream(ask: Callable[[str], Any],
 @pytest.mark.parametrize(("ask", "event"), ASKS)
 async def test_clients_raise_which_experts_failed(ask: Callable[[str], Any], event: bytes) -> None:
     own = b'{"code":500,"message":"Compute error.","type":"server_error"}'
-    async with fake_llama_server() as llama, node(Here(llama.url, llama.api_key)) as n:
+    async with fake_llama_server() as llama, node(Here(llama.url, llama.api_key, 16)) as n:
         asking = asyncio.create_task(ask(n.url))
         asked = await llama.next()
         n.door.report_failure(FAILURE)

@@ -83,13 +83,18 @@ class Chain:
 
 @asynccontextmanager
 async def chain(
-    hops: int = 1, options: DoorOptions | None = None, *, handler_cancellation: bool = True, host: str = "127.0.0.1"
+    hops: int = 1,
+    options: DoorOptions | None = None,
+    *,
+    slots: int = 16,
+    handler_cancellation: bool = True,
+    host: str = "127.0.0.1",
 ) -> AsyncIterator[Chain]:
     async with contextlib.AsyncExitStack() as stack:
         llama = await stack.enter_async_context(fake_llama_server())
         router = await stack.enter_async_context(
             node(
-                Here(llama.url, llama.api_key),
+                Here(llama.url, llama.api_key, slots),
                 options,
                 handler_cancellation=handler_cancellation,
                 host=host if hops == 1 else "127.0.0.1",
@@ -563,6 +568,52 @@ async def test_a_client_that_leaves_while_it_sends_asks_nothing(hops: int) -> No
         client.leave("close")
 
 
+@pytest.mark.parametrize("hops", [1, 2])
+async def test_requests_wait_for_their_turn(hops: int) -> None:
+    async with chain(hops, slots=2) as c:
+        first, second = c.post(), c.post()
+        asked = [await c.llama.next() for _ in range(2)]
+        clients = []
+        for waiting in range(1, 4):  # one by one, so that their order is known
+            clients.append(await RawClient.ask(c.front.url, QUESTION + b" " * waiting))
+            await until(lambda waiting=waiting: c.router.door.waiting == waiting)  # type: ignore[misc]
+        counting = c.post(path="/v1/messages/count_tokens")  # which takes no slot
+        await (await c.llama.next()).answer(b"{}")
+        assert (await counting).status == 200
+        clients[1].leave("close")
+        await until(lambda: c.router.door.waiting == 2)
+        assert c.llama.n_asked == 3
+        await asked[0].answer(b"{}")
+        third = await c.llama.next()
+        assert third.body == QUESTION + b" "
+        await asked[1].answer(b"{}")
+        fourth = await c.llama.next()
+        assert fourth.body == QUESTION + b"   "  # the second in the queue had left, and was never asked for
+        clients[0].leave("reset")
+        async with asyncio.timeout(2):
+            await third.closed.wait()
+        fifth = c.post()
+        await (await c.llama.next()).answer(b"{}")
+        for request in (first, second, fifth):
+            assert (await request).status == 200
+        clients[2].leave("close")
+        await c.settled()
+        assert c.router.door.waiting == 0
+
+
+async def test_who_waited_is_answered_by_the_new_router() -> None:
+    async with chain(2, slots=1) as old, fake_llama_server() as new:
+        first = old.post()
+        asked = await old.llama.next()
+        second = old.post(path=MESSAGES)
+        await until(lambda: old.router.door.waiting == 1)
+        old.router.agent.target = Here(new.url, new.api_key, 1)
+        asked.break_connection()
+        assert (await first).status == 502
+        await (await new.next()).answer(b"{}")
+        assert (await second).status == 200
+
+
 async def test_a_client_that_sends_nothing_more_is_refused() -> None:
     async with chain(1, DoorOptions(stall_timeout_s=0.1)) as c:
         host, port = c.front.url.removeprefix("http://").split(":")
@@ -792,7 +843,7 @@ async def test_nobody_there() -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
-        for target, title in ((Here(url, "k"), "this node's llama-server"), (There("beta", url), "node beta")):
+        for target, title in ((Here(url, "k", 1), "this node's llama-server"), (There("beta", url), "node beta")):
             async with node(target) as n, aiohttp.ClientSession() as session:
                 response = await session.post(n.url + CHAT, json={})
                 assert (response.status, response.headers["Retry-After"]) == (503, "5")
@@ -861,6 +912,7 @@ async def test_stopping_ends_open_requests_with_an_error(hops: int) -> None:
         await c.router.door.stop(web.Application())
         assert message_of(data_of(await response.read())) == "This node is being stopped"
         refused = await waiting
+        assert c.router.door.open == 0
         assert (refused.status, refused.headers["Retry-After"]) == (503, "5")
         async with asyncio.timeout(1):
             await asked.closed.wait()
@@ -870,7 +922,7 @@ async def test_stopping_ends_open_requests_with_an_error(hops: int) -> None:
 
 async def test_an_application_stops_while_a_stream_is_open() -> None:
     async with fake_llama_server() as llama, aiohttp.ClientSession() as session:
-        async with node(Here(llama.url, llama.api_key)) as n:
+        async with node(Here(llama.url, llama.api_key, 16)) as n:
             response = None
             asking = asyncio.create_task(session.post(n.url + CHAT, json={}).__aenter__())
             asked = await llama.next()

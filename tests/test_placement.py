@@ -24,7 +24,7 @@ def nodes(memory: st.SearchStrategy[int]) -> st.SearchStrategy[list[Candidate]]:
 
 any_nodes = nodes(st.one_of(st.just(0), st.integers(0, 60), st.integers(0, 2000)))
 any_layers: st.SearchStrategy[Layers] = st.dictionaries(
-    st.integers(0, 9), st.builds(LayerSize, st.integers(1, 12), st.integers(1, 9)), max_size=5
+    st.integers(0, 9), st.builds(LayerSize, st.integers(1, 64), st.sampled_from([1, 2, 5, 9, 50])), max_size=7
 )
 # As in real models: layers alike.
 even_layers: st.SearchStrategy[Layers] = st.builds(
@@ -69,6 +69,14 @@ def test_each_expert_once_and_never_more_than_is_offered(candidates: list[Candid
             )
 
 
+def test_a_node_that_is_ahead_in_a_layer_of_small_experts_gets_no_less_than_none() -> None:
+    """A share below zero put experts beyond the layer's last on other nodes."""
+    sizes = [(1, 1), (16, 50), (64, 1), (3, 9), (2, 50), (3, 1), (3, 1)]
+    layers = {number: LayerSize(*size) for number, size in enumerate(sizes)}
+    candidates = [Candidate(f"{n:016x}", memory, True) for n, memory in enumerate([14, 342, 225, 41, 224])]
+    check(plan(candidates, layers), candidates, layers)
+
+
 @given(any_nodes, any_layers, st.data())
 def test_the_order_of_candidates_and_layers_does_not_matter(
     candidates: list[Candidate], layers: Layers, data: st.DataObject
@@ -88,7 +96,7 @@ def test_what_is_held_stays_when_nothing_changed(candidates: list[Candidate], la
     assert plan(candidates, layers, made.slices) == made
 
 
-@given(any_nodes, even_layers, st.data())
+@given(nodes(st.integers(200, 2000)).filter(len), even_layers, st.data())
 def test_what_is_held_stays_when_memory_changes_and_it_still_fits(
     candidates: list[Candidate], layers: Layers, data: st.DataObject
 ) -> None:
