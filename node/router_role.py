@@ -30,6 +30,17 @@ class KnownNode:
     alive: bool
 
 
+def table_holds(table: RoutingTable, nodes: Mapping[str, KnownNode]) -> bool:
+    """Whether every slice of the table is still ready where the table says."""
+    by_address = {(known.host, known.record.expert_port): known for known in nodes.values() if known.alive}
+    for number, node in enumerate(table.nodes):
+        known = by_address.get((node.host, node.port))
+        wanted = [(s.layer, s.first, s.last) for s in table.slices if number in s.nodes]
+        if known is None or known.record.holds_model != table.model or gaps(wanted, known.record.ready):
+            return False
+    return True
+
+
 class RouterRole:
     """The router's part of an agent. ``update`` is given the nodes whenever something changed; ``run`` owns the engine."""
 
@@ -63,14 +74,14 @@ class RouterRole:
         self._plan = Plan(sequence=0, model=index.model_id, slices={})
         self._not_ready: dict[str, tuple[Slice, ...]] = {}
         self._table: RoutingTable | None = None
+        self._table_holds = False
         self._table_changed = asyncio.Event()
 
     @property
     def state(self) -> str:
         """As in the record: waiting (for slices), starting, ready or failed."""
-        complete = not self._not_ready and not self._plan.missing and bool(self._plan.slices)
         if self._phase == "running":
-            return "ready" if complete else "waiting"
+            return "ready" if self._table_holds else "waiting"
         return "waiting" if self._phase == "idle" else self._phase
 
     @property
@@ -95,6 +106,8 @@ class RouterRole:
         }
         if not self._not_ready and not self._plan.missing and self._plan.slices:
             self._set_table(nodes)
+        # A new plan takes nothing away: until it is ready, its nodes answer by the table before.
+        self._table_holds = self._table is not None and table_holds(self._table, nodes)
         if self.router_record != before:
             self._on_change()
 
