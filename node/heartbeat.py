@@ -44,6 +44,7 @@ class Heartbeats:
         self._next_try_s: dict[str, tuple[float, float]] = {}  # url → (not before, period)
         self._refusals: dict[str, str] = {}  # said once each; as many as there are candidates
         self.round = asyncio.Event()
+        self._leaving = False
 
     def routes(self) -> list[web.RouteDef]:
         """The agent's routes for peers."""
@@ -54,15 +55,17 @@ class Heartbeats:
         try:
             while True:
                 started_s = time.monotonic()
+                # What changes from here on starts another round at once.
+                self.round.clear()
                 await asyncio.gather(*(self._beat(url) for url in self._due(started_s)))
                 for peer in self._membership.forget(time.monotonic()):
                     log.warning("%s has been away for too long and is forgotten", peer.record.name)
                     self._on_news()
                 with contextlib.suppress(TimeoutError):
-                    self.round.clear()
                     async with asyncio.timeout(max(0.05, started_s + PERIOD_S - time.monotonic())):
                         await self.round.wait()
         finally:
+            self._leaving = True
             await asyncio.shield(self._goodbye())
 
     def _due(self, now_s: float) -> list[str]:
@@ -92,6 +95,8 @@ class Heartbeats:
             self._on_news()
 
     async def _receive(self, request: web.Request) -> web.Response:
+        if self._leaving:
+            return web.json_response({"error": "this node is leaving"}, status=503)
         try:
             record = decode(await read_body(request, RECORD_BYTES_MAX))
         except RecordError as error:

@@ -38,6 +38,7 @@ class Membership:
     swarm: str
     _peers: dict[str, Peer] = field(default_factory=dict)
     _candidates: dict[str, str] = field(default_factory=dict)  # url → how it was found
+    _departed: dict[str, int] = field(default_factory=dict)  # node → the boot that said goodbye; the last ones
     _refused: dict[str, str] = field(default_factory=dict)  # candidate's url → why it is no peer
 
     def announce(self, url: str, source: str) -> bool:
@@ -57,6 +58,9 @@ class Membership:
         """A record came from the node itself. True when it is news: a new peer, or a changed record."""
         if record.node == self.own_id or record.swarm != self.swarm:
             self._refuse(url, "this node itself" if record.node == self.own_id else f"of swarm {record.swarm!r}")
+            return False
+        if record.boot <= self._departed.get(record.node, -1):
+            # It answers until its last connection is closed, but it is leaving.
             return False
         known = self._peers.get(record.node)
         if known is None and len(self._peers) >= PEERS_MAX:
@@ -80,6 +84,9 @@ class Membership:
         if known is None or known.record.boot != boot:
             return False
         del self._peers[node_id]
+        self._departed[node_id] = boot
+        if len(self._departed) > PEERS_MAX:
+            del self._departed[next(iter(self._departed))]
         return True
 
     def forget(self, now_s: float) -> list[Peer]:

@@ -126,6 +126,17 @@ def test_a_node_comes_back_and_another_joins_without_touching_the_rest(three: li
     assert set(one.pids()) == router_pids
 
 
+def test_a_node_that_says_goodbye_is_done_without_at_once(three: list[Host]) -> None:
+    model = demo_model()
+    _start_all(three, model)
+    three[0].wait_ready(3)
+    three[1].processes[0].send_signal(signal.SIGTERM)
+    assert three[1].processes[0].wait(5) == 143
+    # Long before anybody would take it for dead.
+    three[2].wait_ready(2, within_s=4)
+    assert three[2].run("ask", QUESTION).stdout.strip() == ANSWER
+
+
 def test_idle_costs_little_and_ctrl_c_leaves_nothing(three: list[Host]) -> None:
     model = demo_model()
     temporary = three[0].folder / "tmp"

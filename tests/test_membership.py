@@ -107,6 +107,10 @@ def test_goodbye_ends_this_boot_only(members: Membership) -> None:
     assert not members.said_goodbye("f" * 16, 2)
     assert members.said_goodbye(record().node, 2)
     assert members.known() == {}
+    # It still answers heartbeats until its last connection is closed.
+    assert not members.heard(record(boot=2, sequence=9), URL, 0.1)
+    assert members.known() == {}
+    assert members.heard(record(boot=3), URL, 1.0)
 
 
 def test_a_peer_survives_the_end_of_its_announcement(members: Membership) -> None:
@@ -145,6 +149,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.members = Membership(OWN, "default")
         self.now_s = 0.0
         self.newest: dict[str, tuple[int, int]] = {}
+        self.departed: dict[str, int] = {}
 
     urls = st.integers(0, 5).map(lambda n: f"http://10.0.0.{n}:4100")
 
@@ -166,13 +171,14 @@ class AnyOrder(RuleBasedStateMachine):
     def heard(self, url: str, number: int, boot: int, sequence: int, swarm: str) -> None:
         one = record(number, boot, sequence, swarm=swarm)
         self.members.heard(one, url, self.now_s)
-        if number != 0 and swarm == "default":
+        if number != 0 and swarm == "default" and boot > self.departed.get(one.node, -1):
             self.newest[one.node] = max(self.newest.get(one.node, (0, 0)), (boot, sequence))
 
     @rule(number=st.integers(0, 4), boot=st.integers(0, 2))
     def goodbye(self, number: int, boot: int) -> None:
         if self.members.said_goodbye(record(number).node, boot):
             del self.newest[record(number).node]
+            self.departed[record(number).node] = boot
 
     @rule(seconds=st.floats(0, 40))
     def time_passes(self, seconds: float) -> None:
