@@ -282,7 +282,8 @@ def test_failing_loads_leak_nothing(attempt: Attempt, tmp_path: Path) -> None:
     before = resident_bytes()
     for _ in range(200):
         fail()
-    assert resident_bytes() - before < 8 * MIB
+    # The allocator keeps freed blocks of up to 32 MiB; what the loads took, if it stayed, would be 2,400 MiB.
+    assert resident_bytes() - before < 64 * MIB
     assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
     store.load(0, parsed, 0, 3, 4, good)
     pairs, h = Pairs.of([[0, 3]]), hidden(1, 512)
