@@ -21,7 +21,8 @@ import pytest
 NODE_COMMAND = [str(Path(sys.executable).with_name("swarm-node"))]
 
 needs_namespaces = pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root and iproute2"
+    os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("curl") is None,
+    reason="a LAN of network namespaces needs root, iproute2 and curl",
 )
 
 

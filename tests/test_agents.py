@@ -71,8 +71,7 @@ def _stock_answer(model: Path, folder: Path) -> str:
 def test_three_nodes_answer_as_stock_does(case: str, three: list[Host], tmp_path: Path) -> None:
     model = demo_model() if case == "demo" else models.moe_model(models.Shape("qwen3moe", n_expert=8, n_used=3))
     expected = _stock_answer(model, tmp_path)
-    # rows: the bits of one machine, whatever the model.
-    _start_all(three, model, {"SWARM_MODEL_REDUCE": "rows"})
+    _start_all(three, model)
     started_s = time.monotonic()
     for host in three:
         host.wait_ready(3)
