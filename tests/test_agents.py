@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -198,3 +199,53 @@ def test_web_pages_and_other_names_are_refused(three: list[Host]) -> None:
     assert one.curl("/v1/chat/completions", *json_type, *body, "-H", "Origin: http://evil.example")[0] == 403
     assert one.curl("/v1/chat/completions", *json_type, *body, "-H", "Host: evil.example")[0] == 403
     assert one.curl("/status", "-H", "Host: evil.example:4100")[0] == 403
+
+
+# Run by Python in the namespace of a node that does not route.
+_OPENAI_CLIENT = """
+import openai
+client = openai.OpenAI(base_url="http://127.0.0.1:4100/v1", api_key="none")
+(model,) = [one.id for one in client.models.list()]
+chat = dict(model=model, messages=[{"role": "user", "content": QUESTION}], max_tokens=64, temperature=0)
+whole = client.chat.completions.create(**chat, logprobs=True)
+assert whole.choices[0].message.content == ANSWER and whole.choices[0].finish_reason == "stop"
+assert whole.choices[0].logprobs.content
+text, usage = "", None
+for event in client.chat.completions.create(**chat, stream=True, stream_options={"include_usage": True}):
+    text += "".join(choice.delta.content or "" for choice in event.choices)
+    usage = event.usage or usage
+assert text == ANSWER and usage.completion_tokens == whole.usage.completion_tokens
+stopped = client.chat.completions.create(**chat, stop=[" is"])
+assert stopped.choices[0].message.content == "The capital of France"
+schema = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}}, "required": ["city"]}
+form = {"type": "json_schema", "json_schema": {"name": "city", "schema": schema}}
+import json
+assert set(json.loads(client.chat.completions.create(**chat, response_format=form).choices[0].message.content)) == {"city"}
+for change, error in (
+    ({"model": "nothing"}, openai.NotFoundError),
+    ({"messages": [{"role": "user", "content": "word " * 20000}]}, openai.BadRequestError),
+):
+    try:
+        client.chat.completions.create(**{**chat, **change})
+    except error as caught:
+        print(type(caught).__name__, caught)
+    else:
+        raise AssertionError(error)
+try:
+    client.embeddings.create(model=model, input="x")
+except openai.APIStatusError as caught:
+    print(type(caught).__name__, caught)
+else:
+    raise AssertionError("embeddings")
+"""
+
+
+def test_the_openai_client_on_a_node_that_does_not_route(three: list[Host]) -> None:
+    model = demo_model()
+    _start_all(three, model)
+    for host in three:
+        host.wait_ready(3)
+    program = f"QUESTION, ANSWER = {QUESTION!r}, {ANSWER!r}\n{_OPENAI_CLIENT}"
+    done = subprocess.run(three[2].command(sys.executable, "-c", program), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    print(done.stdout)
