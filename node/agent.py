@@ -27,7 +27,7 @@ from node.call_guard import CALL_KEY_VARIABLE
 from node.config import Config
 from node.discovery import discovery, local_addresses
 from node.errors import ModelError, SwarmError
-from node.front_door import Door, DoorOptions, Here, ServedModel, There, Unavailable, add_routes
+from node.front_door import Door, DoorOptions, Here, PeerProof, ServedModel, There, Unavailable, add_routes
 from node.heartbeat import TIMEOUT_S, Heartbeats
 from node.holder import Holder
 from node.identity import Identity
@@ -292,6 +292,7 @@ class Agent:
         app.add_routes([web.post("/swarm/v1/programs", self._give_programs), web.get("/health", _health)])
         app.add_routes(status_routes(self))
         add_routes(app, self.door)
+        app.on_response_prepare.append(self._guard.sign_streamed)
         # A client that goes away must stop the generation: aiohttp cancels handlers only when asked to.
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await runner.setup()
@@ -400,10 +401,11 @@ class Agent:
         model = found[0].model
         return [ServedModel(model.file.removesuffix(".gguf"), (model.file, model.id))]
 
-    async def peer_headers(self, peer: There, path: str, body: bytes) -> dict[str, str]:
-        """Headers that prove this node's key to a peer for one relayed request."""
+    async def peer_proof(self, peer: There, path: str, body: bytes) -> PeerProof:
+        """How this node and a peer prove their key to each other for one relayed request."""
         assert self._client is not None
-        return await self._client.headers(peer.url, path, body)
+        headers, check_reply = await self._client.streamed(peer.url, path, body)
+        return PeerProof(headers, check_reply)
 
     def _expert_failed(self, failure: ExpertFailure) -> None:
         self.failures.append(failure)

@@ -21,6 +21,7 @@ from node.api_errors import Api, ApiError, expert_range, unknown_model
 from node.auth import api_key_matches
 from node.client_watch import ClientGone, ClientWatch, Interrupted, watch_client
 from node.exchange import Exchange, Failures
+from node.peer_http import RELAY_PREFIX
 from node.relay import Relay, Upstream, UpstreamBroken, UpstreamUnreachable
 from node.request_body import BodyReader, decoded, top_level
 from node.router_engine import ExpertFailure
@@ -28,8 +29,6 @@ from node.turns import Turns
 
 log = logging.getLogger(__name__)
 
-#: Where an agent answers for its own llama-server only, to the front doors of its peers.
-RELAY_PREFIX = "/swarm/v1/relay"
 
 _APIS: Mapping[str, Api] = {
     "/v1/chat/completions": Api.OPENAI,
@@ -89,6 +88,14 @@ class Unavailable:
     retry_after_s: int = _RETRY_S
 
 
+@dataclass(frozen=True)
+class PeerProof:
+    """``headers`` for a request to a peer; ``check_reply`` for its answer, as in `node.relay.Upstream`."""
+
+    headers: Mapping[str, str]
+    check_reply: Callable[[int, str | None], None] | None = None
+
+
 class Swarm(Protocol):
     """What the front door asks its agent, with each request anew."""
 
@@ -98,8 +105,8 @@ class Swarm(Protocol):
     def models(self) -> Sequence[ServedModel]:
         """What the swarm serves; empty while that is not known."""
 
-    async def peer_headers(self, peer: There, path: str, body: bytes) -> Mapping[str, str]:
-        """The headers by which ``peer`` knows this node as one of its swarm. May raise SwarmError."""
+    async def peer_proof(self, peer: There, path: str, body: bytes) -> PeerProof:
+        """How this node and ``peer`` know each other as of one swarm. May raise SwarmError."""
 
 
 #: Why a request must not be answered (its Host or Origin, say), or None.
@@ -322,8 +329,9 @@ class Door:
         if from_peer:  # which has not heard yet that the router is another; passed on, a request could go in a circle
             raise _unavailable(Unavailable("not_router", f"This node is not the router; {router.name} is"))
         path = RELAY_PREFIX + path
-        headers = await self._swarm.peer_headers(router, path, body)
-        return Upstream(f"{router.url}{path}", headers, f"the router, node {router.name},", router.name)
+        proof = await self._swarm.peer_proof(router, path, body)
+        title = f"the router, node {router.name},"
+        return Upstream(f"{router.url}{path}", proof.headers, title, router.name, proof.check_reply)
 
 
 def add_routes(app: web.Application, door: Door) -> None:

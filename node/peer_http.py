@@ -21,6 +21,8 @@ from node.swarm_key import EMPTY_SHA256, STREAMED, Accepted, Challenges, Proof, 
 
 PEER_PREFIX = "/swarm/"
 NONCE_PATH = "/swarm/v1/nonce"
+# Queries for the router's llama-server: answers are passed on while they come.
+RELAY_PREFIX = "/swarm/v1/relay"
 
 # Spare nonces kept of each peer; they last half a minute, and a heartbeat a second uses them up.
 _NONCES_MAX = 4
@@ -53,10 +55,14 @@ class PeerClient:
                 return response.status, answer
         raise AssertionError("the second attempt returns or raises")
 
-    async def headers(self, url: str, path: str, body: bytes) -> dict[str, str]:
-        """Headers that prove the key for one POST of ``body`` whose reply is streamed."""
+    async def streamed(
+        self, url: str, path: str, body: bytes
+    ) -> tuple[dict[str, str], Callable[[int, str | None], None] | None]:
+        """Headers that prove the key for one POST of ``body`` whose reply is streamed, and the check of that reply."""
         proof = await self._prove(url, path, body)
-        return {} if proof is None else {hdrs.AUTHORIZATION: proof.header}
+        if proof is None:
+            return {}, None
+        return {hdrs.AUTHORIZATION: proof.header}, lambda status, info: proof.check_reply(info, status, STREAMED)
 
     async def _prove(self, url: str, path: str, body: bytes) -> Proof | None:
         if self._key is None:
@@ -96,11 +102,11 @@ class _BodyChecks:
     """Compares a body with the one that was proved, and remembers that somebody did."""
 
     def __init__(self, accepted: Accepted) -> None:
-        self._accepted = accepted
+        self.accepted = accepted
         self.done = False
 
     def __call__(self, body: bytes) -> None:
-        self._accepted.check_body(hashlib.sha256(body).hexdigest())
+        self.accepted.check_body(hashlib.sha256(body).hexdigest())
         self.done = True
 
 
@@ -172,15 +178,19 @@ class PeerGuard:
             return _refusal(401, error.message, {hdrs.WWW_AUTHENTICATE: challenge})
         if not checks.done and accepted.body_sha256 != EMPTY_SHA256 and response.status < 400:
             raise AssertionError(f"{request.path} answered without check_body()")
-        if isinstance(response, web.Response) and not response.prepared:
+        if isinstance(response, web.Response) and not response.prepared and not request.path.startswith(RELAY_PREFIX):
             body = response.body if isinstance(response.body, bytes | bytearray) else b""
             response.headers["Authentication-Info"] = accepted.reply_header(
                 response.status, hashlib.sha256(body).hexdigest()
             )
             response.headers[hdrs.WWW_AUTHENTICATE] = self._challenges.challenge(time.monotonic())
-        elif not response.prepared:
-            response.headers["Authentication-Info"] = accepted.reply_header(response.status, STREAMED)
         return response
+
+    async def sign_streamed(self, request: web.Request, response: web.StreamResponse) -> None:
+        """For ``Application.on_response_prepare``: proves the key to peers for replies whose hash nobody knows yet."""
+        checks = request.get(_CHECK)
+        if checks is not None and "Authentication-Info" not in response.headers:
+            response.headers["Authentication-Info"] = checks.accepted.reply_header(response.status, STREAMED)
 
     async def _give_nonce(self, request: web.Request) -> web.Response:
         headers: dict[str, Any] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -34,12 +34,16 @@ class UpstreamBroken(SwarmError):
 
 @dataclass(frozen=True)
 class Upstream:
-    """Whom to ask. ``headers`` go along with the request; ``title`` is for people."""
+    """Whom to ask. ``headers`` go along with the request; ``title`` is for people.
+
+    ``check_reply`` is given the answer's status and Authentication-Info, and raises SwarmError if that proves nothing.
+    """
 
     url: str
     headers: Mapping[str, str]
     title: str
     node: str | None = None
+    check_reply: Callable[[int, str | None], None] | None = None
 
 
 class Answer:
@@ -126,6 +130,11 @@ class Relay:
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
             raise _broken(upstream, error) from error
         try:
+            if upstream.check_reply is not None:
+                try:
+                    upstream.check_reply(response.status, response.headers.get("Authentication-Info"))
+                except SwarmError as error:
+                    raise _broken(upstream, error) from error
             yield Answer(upstream, response)
         finally:
             response.close()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from aiohttp import web
 
-from node.front_door import Door, DoorOptions, Guard, Here, ServedModel, There, Unavailable, add_routes
+from node.front_door import Door, DoorOptions, Guard, Here, PeerProof, ServedModel, There, Unavailable, add_routes
 
 MODEL = ServedModel("demo", aliases=("demo-moe", "default"), created_s=1_700_000_000)
 
@@ -20,6 +20,7 @@ class Agent:
     target: Here | There | Unavailable
     served: Sequence[ServedModel] = (MODEL,)
     told: list[tuple[str, str, int]] = field(default_factory=list)
+    check_reply: Callable[[int, str | None], None] | None = None
 
     def router(self) -> Here | There | Unavailable:
         return self.target
@@ -27,9 +28,9 @@ class Agent:
     def models(self) -> Sequence[ServedModel]:
         return self.served
 
-    async def peer_headers(self, peer: There, path: str, body: bytes) -> Mapping[str, str]:
+    async def peer_proof(self, peer: There, path: str, body: bytes) -> PeerProof:
         self.told.append((peer.name, path, len(body)))
-        return {"X-Swarm-Proof": "proof"}
+        return PeerProof({"X-Swarm-Proof": "proof"}, self.check_reply)
 
 
 class Node:

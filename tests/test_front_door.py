@@ -28,6 +28,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.api_errors import Api
+from node.errors import NotAuthenticated
 from node.event_stream import EventStream
 from node.front_door import DoorOptions, Here, There, Unavailable
 from node.request_body import decoded, top_level
@@ -929,3 +930,18 @@ async def test_an_application_stops_while_a_stream_is_open() -> None:
             await asked.start(200, EVENT_STREAM)
             response = await asking
         assert b"is being stopped" in await response.read()
+
+
+async def test_nothing_is_passed_on_of_a_router_that_does_not_prove_the_key() -> None:
+    def refuse(status: int, info: str | None) -> None:
+        raise NotAuthenticated(f"status {status} with proof {info}")
+
+    async with chain(2) as c:
+        c.front.agent.check_reply = refuse
+        asking = c.post(body=b'{"messages": []}')
+        asked = await c.llama.next()
+        await asked.answer(b'{"secret": 1}')
+        response = await asking
+        body = await response.read()
+        assert response.status == 502
+        assert b"secret" not in body and "status 200 with proof None" in message_of(json.loads(body))
