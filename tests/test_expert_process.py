@@ -18,6 +18,8 @@ from node import expert_process, wire
 from node.errors import ExpertProcessError, ExpertProcessExited, ExpertProcessGaveUp
 from node.expert_process import ExpertProcess, ProcessEvent
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 
 
