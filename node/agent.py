@@ -70,6 +70,7 @@ class Agent:
         self._client: PeerClient | None = None
         self.door = Door(self, DoorOptions(api_key=config.api.key))
         self._programs: dict[str, ModelPrograms] = {}
+        self._found: ModelIndex | None = None  # the plan's model among this node's files
         self._sequence = 0
         self._last_record: Record | None = None
         self._changed = asyncio.Event()
@@ -254,8 +255,10 @@ class Agent:
         mine = plan.slices.get(self.identity.node_id, ())
         if not mine:
             return
-        index = self.served if self.served is not None and self.served.model_id == plan.model else None
-        index = index or await find_model(self.local_models, plan.model)
+        known = [model for model in (self.served, self._found) if model is not None and model.model_id == plan.model]
+        # Found once: a look through the model folders each second would be for nothing.
+        index = known[0] if known else await find_model(self.local_models, plan.model)
+        self._found = index
         if index is None:
             raise ModelError(
                 f"the router serves model {plan.model} ({record.model.file if record.model else 'unknown file'}), which is "

@@ -28,9 +28,9 @@ def _llama_cpp_source() -> str:
 
 
 def test_native_tests_pass_under_sanitizers() -> None:
-    folder = models.cache_folder() / "native-tests"
+    folder = models.cache_folder() / "native-tests-ninja"
     native = kernels.native_path("llama-server").parent
-    configure = ["cmake", "-S", str(ROOT / "tests" / "native"), "-B", str(folder), "-DSWARM_SANITIZE=ON"]
+    configure = ["cmake", "-G", "Ninja", "-S", str(ROOT / "tests" / "native"), "-B", str(folder), "-DSWARM_SANITIZE=ON"]
     configure += [f"-DSWARM_LLAMA_CPP_SOURCE={_llama_cpp_source()}", f"-DSWARM_NATIVE_DIR={native}"]
     for command in (configure, ["cmake", "--build", str(folder), "--parallel", "2"]):
         done = subprocess.run(command, capture_output=True, text=True)
