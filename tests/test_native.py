@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import subprocess
@@ -28,7 +29,9 @@ def _llama_cpp_source() -> str:
 
 
 def test_native_tests_pass_under_sanitizers() -> None:
-    folder = models.cache_folder() / "native-tests-ninja"
+    # CMake refuses a build folder made from another checkout, and the cache may outlive a checkout.
+    checkout = hashlib.sha256(str(ROOT).encode()).hexdigest()[:12]
+    folder = models.cache_folder() / f"native-tests-{checkout}"
     native = kernels.native_path("llama-server").parent
     configure = ["cmake", "-G", "Ninja", "-S", str(ROOT / "tests" / "native"), "-B", str(folder), "-DSWARM_SANITIZE=ON"]
     configure += [f"-DSWARM_LLAMA_CPP_SOURCE={_llama_cpp_source()}", f"-DSWARM_NATIVE_DIR={native}"]
