@@ -1,0 +1,110 @@
+"""The addresses at which one member may be reached, and which of them is used.
+
+An address is used once the member itself has answered there, and as long as it does: a machine announces all of its
+addresses, and which of them passes depends on where the asker is (SCENARIOS DISC-2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gossip.address import Address
+from gossip.limits import ADDRESSES_MAX
+
+# Those of its record, and a few that others told or that it called from.
+_PATHS_MAX = ADDRESSES_MAX + 8
+
+
+@dataclass
+class Path:
+    """One address. ``answered_s`` and ``failed_s``: when it last did, None: never. ``rtt_s`` of the last answer."""
+
+    address: Address
+    source: str
+    answered_s: float | None = None
+    failed_s: float | None = None
+    rtt_s: float | None = None
+    failures: int = 0  # since the last answer
+    tcp_only: bool = False  # it answers, but not by UDP
+
+    def describe(self) -> str:
+        """How it stands with this address, for people."""
+        if self.tcp_only:
+            return "answers over TCP only: something drops UDP"
+        if self.failures:
+            return "did not answer" if self.answered_s is None else "no longer answers"
+        if self.answered_s is None:
+            return "not tried"
+        return "answers" if self.rtt_s is None else f"answers in {1000 * self.rtt_s:.1f} ms"
+
+
+class Paths:
+    """The addresses of one member, in the order in which they are tried."""
+
+    def __init__(self) -> None:
+        self._paths: dict[Address, Path] = {}
+        self._listed: tuple[Address, ...] = ()
+        self.current: Address | None = None
+
+    def all(self) -> list[Path]:
+        """Every address, the member's own order first."""
+        first = [self._paths[address] for address in self._listed if address in self._paths]
+        return first + [path for path in self._paths.values() if path.address not in self._listed]
+
+    def add(self, address: Address, source: str) -> bool:
+        """The member may be at ``address``. False: known already, or too many."""
+        if address in self._paths or len(self._paths) >= _PATHS_MAX:
+            return False
+        self._paths[address] = Path(address, source)
+        if self.current is None:
+            self.current = address
+        return True
+
+    def list_own(self, addresses: tuple[Address, ...]) -> None:
+        """The member's record says so: others go, unless the member has answered there since it failed."""
+        self._listed = addresses
+        for address in list(self._paths):
+            path = self._paths[address]
+            if address not in addresses and (path.source == "its record" or path.failures):
+                del self._paths[address]
+        for address in addresses:
+            self.add(address, "its record")
+        if self.current not in self._paths:
+            self.current = self._best()
+
+    def answered(self, address: Address, now_s: float, rtt_s: float | None) -> None:
+        """The member itself answered there."""
+        self.add(address, "it called")
+        path = self._paths.get(address)
+        if path is None:
+            return
+        path.answered_s, path.failures, path.tcp_only = now_s, 0, False
+        if rtt_s is not None:
+            path.rtt_s = rtt_s
+        current = self._paths.get(self.current) if self.current is not None else None
+        if current is None or current.answered_s is None or current.failures:
+            self.current = address
+
+    def answered_tcp(self, address: Address) -> None:
+        """The member answered there, but not by UDP."""
+        if (path := self._paths.get(address)) is not None:
+            path.tcp_only = True
+
+    def failed(self, address: Address, now_s: float) -> None:
+        """It should have answered there, and did not."""
+        path = self._paths.get(address)
+        if path is not None:
+            path.failed_s = now_s
+            path.failures += 1
+            if address == self.current and path.failures > 1:
+                self.current = self._best()
+
+    def alternatives(self, count: int) -> list[Address]:
+        """Other addresses to try now: those that fail least."""
+        others = [path for path in self.all() if path.address != self.current]
+        others.sort(key=lambda path: (path.failures, path.failed_s or 0.0))
+        return [path.address for path in others[:count]]
+
+    def _best(self) -> Address | None:
+        paths = self.all()
+        return min(paths, key=lambda path: (path.failures, path.answered_s is None)).address if paths else None
