@@ -18,14 +18,15 @@ from typing import Any
 
 import aiohttp
 import msgspec
-import psutil
 from aiohttp import web
 
 import kernels
 from node.auth import host_allowed, is_json, is_private, origin_allowed
 from node.call_guard import CALL_KEY_VARIABLE
 from node.config import Config
+from node.cors import Cors
 from node.discovery import discovery, local_addresses
+from node.engine_metrics import EngineMetrics
 from node.errors import ModelError, SwarmError
 from node.front_door import Door, DoorOptions, Here, PeerProof, ServedModel, There, Unavailable, add_routes
 from node.heartbeat import TIMEOUT_S, Heartbeats
@@ -34,10 +35,11 @@ from node.identity import Identity
 from node.layer_programs import LayerProgram, ModelPrograms, read_programs
 from node.local_models import LocalModels, find_model
 from node.membership import Membership
+from node.memory_limit import free_memory_bytes
 from node.model_index import ModelIndex
 from node.peer_http import PEER_PREFIX, PeerClient, PeerGuard, read_body
 from node.placement import Candidate, elect
-from node.records import VERSION, Device, Model, Record, Router
+from node.records import RATE_MAX, VERSION, Device, Model, Record, Router
 from node.router_engine import EngineOptions, ExpertFailure
 from node.router_role import KnownNode, RouterRole
 from node.slice_ranges import describe
@@ -69,6 +71,11 @@ class Agent:
         self._guard = PeerGuard(self._key)
         self._client: PeerClient | None = None
         self.door = Door(self, DoorOptions(api_key=config.api.key))
+        self._cors = Cors(config.api.allowed_origins)
+        self.engine_metrics = EngineMetrics(
+            lambda: None if self.role is None else self.role.engine,
+            lambda: (self.door.statistics.relayed, self.door.open),
+        )
         self._programs: dict[str, ModelPrograms] = {}
         self._found: ModelIndex | None = None  # the plan's model among this node's files
         self._sequence = 0
@@ -115,13 +122,18 @@ class Agent:
             holds_model=self.holder.model_id if self.holder is not None else None,
             ready=self.holder.ready if self.holder is not None else (),
             problem=((self.holder.problem if self.holder is not None else "") or self._problem)[:400],
-            router=None if self.role is None else self.role.router_record,
+            router=None if self.role is None else self._router_record(self.role.router_record),
+            expert_bytes_per_s=0.0 if self.holder is None else _rounded(self.holder.process.expert_bytes_per_s, 3),
         )
         if record != self._last_record:
             self._sequence += 1
             record = msgspec.structs.replace(record, sequence=self._sequence)
             self._last_record = record
         return record
+
+    def _router_record(self, router: Router) -> Router:
+        # In two digits, since every change of a record goes to every node.
+        return msgspec.structs.replace(router, tokens_per_s=_rounded(self.engine_metrics.generated_tokens_per_s, 2))
 
     def routing_node(self) -> tuple[Record, str] | None:
         """The router's record and its agent's URL ("" for this node itself); None while there is none."""
@@ -173,6 +185,7 @@ class Agent:
                     tasks.create_task(self.holder.run(), name="expert server")
                 tasks.create_task(self.heartbeats.run(), name="heartbeats")
                 tasks.create_task(self._reconcile_forever(folder), name="reconcile")
+                tasks.create_task(self.engine_metrics.run(), name="engine metrics")
 
     async def _reconcile_forever(self, folder: Path) -> None:
         running: asyncio.Task[None] | None = None
@@ -296,6 +309,7 @@ class Agent:
         app.add_routes(status_routes(self))
         add_routes(app, self.door)
         app.on_response_prepare.append(self._guard.sign_streamed)
+        app.on_response_prepare.append(self._cors.add_headers)
         # A client that goes away must stop the generation: aiohttp cancels handlers only when asked to.
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await runner.setup()
@@ -323,6 +337,9 @@ class Agent:
             status, message = problem
             body = {"error": {"message": message, "type": "request_refused", "code": None}}
             return web.json_response(body, status=status)
+        preflight = self._cors.preflight(request)
+        if preflight is not None:
+            return preflight
         if request.path.startswith(PEER_PREFIX):
             return await self._guard.check(request, handler)
         response: web.StreamResponse = await handler(request)
@@ -433,7 +450,7 @@ class Agent:
     def _make_holder(self, folder: Path) -> Holder:
         config = self.config
         host = {"lan": "0.0.0.0", "loopback": "127.0.0.1"}.get(config.node.host, config.node.host)
-        return Holder(
+        holder = Holder(
             config.node.name,
             host=host,
             port=config.node.expert_port,
@@ -445,6 +462,8 @@ class Agent:
             environment=self._child_environment(),
             on_change=self.wake,
         )
+        holder.process.measures_speed = True
+        return holder
 
     def _child_environment(self) -> dict[str, str]:
         return {} if self._key is None else {CALL_KEY_VARIABLE: self._key.derive("call").hex()}
@@ -456,7 +475,7 @@ class Agent:
             return self.config.experts.memory_mib << 20
         chosen = kernels.choose_device(self.config.experts.device)
         device = next(d for d in kernels.devices() if d.name == chosen)
-        free = psutil.virtual_memory().available if device.type == "cpu" else device.memory_free_bytes
+        free = free_memory_bytes() if device.type == "cpu" else device.memory_free_bytes
         return int(free * MEMORY_SHARE)
 
     def _has_router(self) -> bool:
@@ -476,6 +495,10 @@ def _candidate(record: Record) -> Candidate:
         record.can_route,
         record.router.term if record.router is not None else 0,
     )
+
+
+def _rounded(rate: float, digits: int) -> float:
+    return min(float(f"{rate:.{digits}g}"), RATE_MAX)
 
 
 def _model_record(index: ModelIndex) -> Model:

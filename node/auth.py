@@ -88,7 +88,13 @@ def origin_allowed(origin: str | None, *, host: str | None, allowed_origins: Col
     own = _split(host)
     if own is not None and _same_host(name, own[0]) and port == (own[1] or _DEFAULT_PORTS[scheme]):
         return True
-    return page in map(_split_origin, allowed_origins)
+    return origin_listed(origin, allowed_origins)
+
+
+def origin_listed(origin: str, allowed_origins: Collection[str]) -> bool:
+    """Whether this Origin header is of a page in `allowed_origins`, which may also read what this node answers."""
+    page = _split_origin(origin)
+    return page is not None and page in map(_split_origin, allowed_origins)
 
 
 def is_json(content_type: str | None) -> bool:

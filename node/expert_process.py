@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from node import wire
+from node.counters import Counters
 from node.errors import ExpertProcessError, ExpertProcessExited, ExpertProcessGaveUp, SwarmError
 from node.parent_death import child_environment
 
@@ -118,9 +119,17 @@ class ExpertProcess:
         self._on_event = on_event
         self._run: _Run | None = None
         self._held: dict[tuple[str, int, int, int], _HeldSlice] = {}
+        self._held_bytes: dict[tuple[str, int, int, int], int] = {}
         self._stop_requested = asyncio.Event()
         # What the server said when it began to listen: version, build, host, port, device, devices.
         self.listening: dict[str, Any] = {}
+        #: Whether the server shall measure its device when it starts. It is not asked again after a crash.
+        self.measures_speed = False
+        #: Expert weights that its device reads in a second; 0: not measured.
+        self.expert_bytes_per_s = 0.0
+        #: Of calls, in all lives of the server: calls, pairs, bytes_received, bytes_sent, queue_us, compute_us, and
+        #: those refused as "errors KIND".
+        self.counters: Counters[str] = Counters(names_max=64)
 
     @property
     def port(self) -> int:
@@ -130,6 +139,11 @@ class ExpertProcess:
     @property
     def pid(self) -> int | None:
         return None if self._run is None else self._run.process.pid
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of the slices that are ready."""
+        return sum(self._held_bytes.values())
 
     @property
     def running(self) -> bool:
@@ -163,6 +177,7 @@ class ExpertProcess:
         """Has a slice dropped and waits until it is. Raises ExpertProcessExited."""
         run = self._current()
         self._held.pop((model, layer, first, last), None)
+        self._held_bytes.pop((model, layer, first, last), None)
         answer = self._expect(run, ("drop", model, layer, first, last))
         await self._send(run, {"type": "drop", "model": model, "layer": layer, "first": first, "last": last})
         await answer
@@ -223,6 +238,9 @@ class ExpertProcess:
 
     async def _start(self) -> None:
         arguments = [text for name, value in self._options.items() for text in (f"--{name}", str(value))]
+        if self.measures_speed:
+            arguments.append("--measure")
+            self.measures_speed = False
         with contextlib.ExitStack() as files:
             stderr = None if self._stderr is None else files.enter_context(self._stderr.open("ab"))
             # A session of its own, so that Ctrl-C in the terminal reaches only this process, which stops the child.
@@ -301,6 +319,7 @@ class ExpertProcess:
             reason = None if told["type"] == "ready" else str(told.get("reason", "no reason given"))
             if reason is None:
                 self._held[model, where.layer, where.first, where.last] = held
+                self._held_bytes[model, where.layer, where.first, where.last] = int(told.get("bytes", 0))
             result = SliceAnswer(where.layer, where.first, where.last, int(told.get("bytes", 0)), reason)
             if on_answer is not None:
                 on_answer(result)
@@ -346,6 +365,8 @@ class ExpertProcess:
         returncode = await run.process.wait()
         ending = _ending(returncode)
         run.exited.set()
+        self._held_bytes.clear()
+        self.counters.restarted()
         error = ExpertProcessExited(ending, node=self.name, returncode=returncode)
         for answer in (run.listening, *run.answers.values()):
             if not answer.done():
@@ -360,6 +381,12 @@ class ExpertProcess:
             if kind == "listening":
                 if not run.listening.done():
                     run.listening.set_result(message)
+                return
+            if kind == "speed":
+                self.expert_bytes_per_s = _number(message["expert_bytes_per_s"])
+                return
+            if kind == "statistics":
+                self.counters.take(_counters(message))
                 return
             asked = {"ready": "load", "failed": "load", "dropped": "drop"}[kind]
             key = (asked, message["model"], message["layer"], message["first"], message["last"])
@@ -389,6 +416,20 @@ class ExpertProcess:
     def _tell(self, kind: str, message: str, returncode: int | None = None) -> None:
         if self._on_event is not None:
             self._on_event(ProcessEvent(kind, message, returncode))
+
+
+def _counters(message: Mapping[str, Any]) -> dict[str, float]:
+    names = ("calls", "pairs", "bytes_received", "bytes_sent", "queue_us", "compute_us")
+    refused = {f"errors {kind}": _number(count) for kind, count in message["errors"].items()}
+    return {name: _number(message[name]) for name in names} | refused
+
+
+def _number(value: object) -> float:
+    """Raises ValueError unless it is a finite number of at least 0."""
+    # Also false for NaN, and for an int that is too long for a float.
+    if not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
+        raise ValueError("not a finite number of at least 0")
+    return float(value)
 
 
 def _ending(returncode: int | None) -> str:

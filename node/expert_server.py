@@ -20,17 +20,19 @@ import hashlib
 import json
 import logging
 import os
+import select
 import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any, TextIO, cast
 
 import numpy as np
 from aiohttp import WSMsgType, web
 
-from node import parent_death, wire
+from node import parent_death, speed, wire
 from node.call_guard import CallGuard
 from node.compute_queue import ComputeQueue
 from node.errors import CallRefused, MalformedMessage, NotAuthenticated
@@ -47,6 +49,8 @@ STOP_WITHIN_S = 1.5
 SILENCE_S = 10.0
 IDLE_CONNECTION_S = 75.0
 LINGER_S = 1.0
+# The parent gets the counters when calls were made, this long after the last time.
+STATISTICS_PERIOD_S = 1.0
 
 
 class ExpertServer:
@@ -56,6 +60,11 @@ class ExpertServer:
         self, kernels: ModuleType, *, device: str = "auto", threads: int = 0, max_rows: int = 512, name: str = "node"
     ) -> None:
         self._name = name
+        self._kernels = kernels
+        self._device = device
+        self._threads = threads
+        # Of expert weights that the device reads; 0: not measured.
+        self.bytes_per_s = 0.0
         self._loop = asyncio.get_running_loop()
         self._compute = ComputeQueue(
             "compute", wire.MAX_WAITING_CALLS, float(os.environ.get("SWARM_DEBUG_SLEEP_S", "0"))
@@ -95,6 +104,18 @@ class ExpertServer:
 
         await self.slices.load(order, reported)
 
+    async def measure_speed(self) -> None:
+        """Sets ``bytes_per_s``, if it can be measured; about half a second, in which calls wait as for another call."""
+        try:
+            work = partial(speed.expert_bytes_per_s, self._kernels, self._device, self._threads)
+            self.bytes_per_s = await self._compute.run(work)
+        except Exception as error:  # whatever a device cannot do: slices are tested by themselves
+            log.warning("the speed of %s could not be measured: %s: %s", self._device, type(error).__name__, error)
+
+    def statistics(self) -> dict[str, Any]:
+        """Counters of calls since the start, and under ``errors`` those refused, by kind."""
+        return {name: value for name, value in self._calls.statistics().items() if name != "terms"}
+
     async def _dispatch(self, request: web.BaseRequest) -> web.StreamResponse:
         method, path = request.method, request.path
         accepted = self._guard.check(request) if path in ("/v1/ffn", "/v1/stats") else None
@@ -127,6 +148,7 @@ class ExpertServer:
                 "body_limit_bytes": self.slices.limit_bytes,
                 "connections": len(self._http.connections),
                 "waiting": self._compute.waiting,
+                "expert_bytes_per_s": self.bytes_per_s,
                 **self._calls.statistics(),
                 "slices": [{**held.describe(), "bytes": held.memory_bytes} for held in self.slices.slices()],
             }
@@ -289,6 +311,22 @@ class Control:
         except OSError:
             self.stopped.set()  # Nobody listens any more.
 
+    async def measure_speed(self) -> None:
+        """Measures the device and tells the parent, 0 when it cannot be measured."""
+        await self._server.measure_speed()
+        self.say({"type": "speed", "expert_bytes_per_s": self._server.bytes_per_s})
+
+    async def report_statistics(self) -> None:
+        """Tells the parent the counters, whenever there were calls; until cancelled."""
+        told = self._server.statistics()
+        while True:
+            await asyncio.sleep(STATISTICS_PERIOD_S)
+            now = self._server.statistics()
+            # A parent that is stuck must not hold up the calls: without room in the pipe, writing would wait.
+            if now != told and select.select([], [self._out], [], 0)[1]:
+                told = now
+                self.say({"type": "statistics", **now})
+
     def stop(self) -> None:
         parent_death.exit_after(STOP_WITHIN_S, 0)
         self.stopped.set()
@@ -347,7 +385,12 @@ async def serve(kernels: ModuleType, options: argparse.Namespace, out: TextIO) -
         }
     )
     control.start()
+    asides = [asyncio.create_task(control.report_statistics())]
+    if options.measure:
+        asides.append(asyncio.create_task(control.measure_speed()))
     await control.stopped.wait()
+    for aside in asides:
+        aside.cancel()
     await server.close()
 
 
@@ -359,6 +402,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: from the CPU quota")
     parser.add_argument("--max-rows", type=int, default=512, help="rows of one call at most (default: %(default)s)")
     parser.add_argument("--name", default="node", help="name of the node, for logs and status")
+    parser.add_argument(
+        "--measure", action="store_true", help="measure how fast the device reads experts, at the start"
+    )
     options = parser.parse_args(arguments)
     if options.max_rows < 1 or options.threads < 0 or not 0 <= options.port < 65536:
         parser.error("--max-rows must be at least 1, --threads at least 0, --port a port")

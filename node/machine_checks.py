@@ -9,7 +9,6 @@ import platform
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -17,6 +16,7 @@ import psutil
 from node.checks import Check
 from node.config import Config
 from node.identity import state_root
+from node.memory_limit import free_memory_bytes, memory_limit
 
 # The first use of a GPU may compile its kernels.
 _FFN_TIMEOUT_S = 90.0
@@ -174,26 +174,18 @@ def check_memory(config: Config) -> Check:
         return Check("memory", "ok", "none is offered: [experts] enabled is false")
     name = kernels.choose_device(config.experts.device)
     device = next(d for d in kernels.devices() if d.name == name)
-    free = psutil.virtual_memory().available if device.type == "cpu" else device.memory_free_bytes
+    limit = memory_limit() if device.type == "cpu" else None
+    free = free_memory_bytes() if device.type == "cpu" else device.memory_free_bytes
     offered = config.experts.memory_mib << 20 or int(free * MEMORY_SHARE)
     found = f"{offered / _GIB:.1f} GiB of {device.name} are offered for experts; {free / _GIB:.1f} GiB are free"
-    limit = _group_memory_free_bytes() if device.type == "cpu" else None
-    if limit is not None and limit < offered:
-        found += f"; the control group leaves {limit / _GIB:.1f} GiB"
-        return Check("memory", "warning", found, f"Set [experts] memory_mib = {int(limit * MEMORY_SHARE) >> 20}")
+    if limit is not None and limit.limit_bytes < psutil.virtual_memory().total:
+        found += f", by the control group's limit of {limit.limit_bytes / _GIB:.1f} GiB ({limit.file})"
     if offered > free:
-        return Check("memory", "warning", found, f"Set [experts] memory_mib below {free >> 20}, or end other programs")
+        advice = f"Set [experts] memory_mib to at most {int(free * MEMORY_SHARE) >> 20}, or end other programs"
+        return Check("memory", "warning", found, advice)
     if offered < 64 << 20:
         return Check("memory", "warning", found, "Few experts fit: end other programs")
     return Check("memory", "ok", found)
-
-
-def _group_memory_free_bytes(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What the limit of a container (control groups v2) leaves; None without one."""
-    try:
-        return int((root / "memory.max").read_text()) - int((root / "memory.current").read_text())
-    except (OSError, ValueError):
-        return None
 
 
 def check_state_folder(config: Config) -> Check:

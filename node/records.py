@@ -23,6 +23,9 @@ Name = Annotated[str, Meta(min_length=1, max_length=63)]
 Text = Annotated[str, Meta(max_length=400)]
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
+# Per second, of tokens or bytes. The fastest memory there is reads some 10^13 bytes.
+RATE_MAX = 1e15
+Rate = Annotated[float, Meta(ge=0, le=RATE_MAX)]
 ModelId = Annotated[str, Meta(pattern="^[0-9a-z-]{1,64}\\Z")]
 # (layer, first expert, last expert), both included
 Slice = tuple[
@@ -74,11 +77,15 @@ class Router(msgspec.Struct, frozen=True):
     # Slices of the plan that are not ready, so that every node can say what a request waits for.
     not_ready: Annotated[dict[NodeId, Slices], Meta(max_length=1024)] = {}
     reason: Text = ""
-    tokens_per_s: float = 0.0
+    # Generated for one request, as last measured; 0 before that.
+    tokens_per_s: Rate = 0.0
 
 
 class Record(msgspec.Struct, frozen=True):
-    """A node. ``sequence`` rises with every change within one ``boot``."""
+    """A node. ``sequence`` rises with every change within one ``boot``.
+
+    ``expert_bytes_per_s``: expert weights that its device reads in a second (node/speed.py); 0: not known.
+    """
 
     version: int
     swarm: Name
@@ -99,6 +106,7 @@ class Record(msgspec.Struct, frozen=True):
     ready: Slices = ()
     problem: Text = ""
     router: Router | None = None
+    expert_bytes_per_s: Rate = 0.0
 
 
 def encode(record: Record) -> bytes:

@@ -37,6 +37,10 @@ _LINE_BYTES_MAX = 16 << 20
 _START_TIMEOUT_S = 600.0
 # What the backend reports comes on another connection than what llama-server answers, and may come a little later.
 REPORT_DELAY_S = 0.2
+# llama-server answers between two batches, of which one of a long prompt may take longer: the next reading will do.
+_METRICS_TIMEOUT_S = 2.0
+# It has some 20 metrics: 3 KiB.
+_METRICS_BYTES_MAX = 64 << 10
 # sun_path holds 104 bytes on macOS, 108 on Linux.
 _SOCKET_PATH_BYTES_MAX = 103
 
@@ -102,6 +106,27 @@ class RouterEngine:
     def headers(self) -> dict[str, str]:
         """HTTP headers that llama-server wants with every request."""
         return {"Authorization": f"Bearer {self.api_key}"}
+
+    async def metrics_text(self, session: aiohttp.ClientSession) -> str:
+        """llama-server's metrics in Prometheus' text format, at most 64 KiB.
+
+        Raises RouterEngineError when it does not give them within 2 s.
+        """
+        try:
+            async with (
+                asyncio.timeout(_METRICS_TIMEOUT_S),
+                session.get(f"{self.url}/metrics", headers=self.headers, allow_redirects=False) as response,
+            ):
+                body = bytearray()
+                async for chunk in response.content.iter_any():
+                    body += chunk
+                    if len(body) > _METRICS_BYTES_MAX:
+                        raise RouterEngineError(f"llama-server's metrics are longer than {_METRICS_BYTES_MAX} bytes")
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise RouterEngineError(f"llama-server gives no metrics: {str(error) or type(error).__name__}") from error
+        if response.status != 200:
+            raise RouterEngineError(f"llama-server gives no metrics: status {response.status}")
+        return body.decode(errors="replace")
 
     async def watch(self) -> NoReturn:
         """Waits until llama-server ends, which it does not do by itself. Raises RouterEngineError."""
@@ -231,7 +256,7 @@ async def _start(
         *("--ubatch-size", str(options.ubatch)),
         # While it computes a batch (2,048 tokens by default), it neither looks for clients that left nor for new ones.
         *("--batch-size", str(options.ubatch)),
-        *("--threads", str(threads), "--poll", "0", "--no-warmup", "--fit", "off"),
+        *("--threads", str(threads), "--poll", "0", "--no-warmup", "--fit", "off", "--metrics"),
         *("--cache-ram", str(options.cache_ram_mib), "--ctx-checkpoints", "0" if options.cache_ram_mib == 0 else "8"),
         # Mapped, the pages of the whole file would be resident, experts included.
         *("--load-mode", "none"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +10,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from node.prometheus import CONTENT_TYPE, Page
 from node.records import Record
 from node.slice_ranges import count, describe
 
 if TYPE_CHECKING:
     from node.agent import Agent
+    from node.engine_metrics import EngineMetrics
+    from node.expert_process import ExpertProcess
 
 
 def status_routes(agent: Agent) -> list[web.RouteDef]:
@@ -25,7 +27,7 @@ def status_routes(agent: Agent) -> list[web.RouteDef]:
         return web.json_response(status_document(agent))
 
     async def metrics(request: web.Request) -> web.Response:
-        return web.Response(text=metrics_text(agent), content_type="text/plain", charset="utf-8")
+        return web.Response(body=metrics_text(agent).encode(), headers={"Content-Type": CONTENT_TYPE})
 
     return [web.get("/status", status), web.get("/metrics", metrics)]
 
@@ -58,7 +60,13 @@ def status_document(agent: Agent) -> dict[str, Any]:
         },
         "router": None
         if found is None or router is None
-        else {"node": found[0].node, "name": found[0].name, "term": router.term, "state": router.state},
+        else {
+            "node": found[0].node,
+            "name": found[0].name,
+            "term": router.term,
+            "state": router.state,
+            "tokens_per_s": router.tokens_per_s,
+        },
         "ready": router is not None and router.state == "ready",
         "waits_for": None
         if router is not None and router.state == "ready"
@@ -86,6 +94,7 @@ def _node(record: Record, url: str, silent_s: float, alive: bool, wanted: dict[s
         "platform": record.platform,
         "devices": [{"name": d.name, "type": d.type, "memory_bytes": d.memory_bytes} for d in record.devices],
         "memory_bytes": record.memory_bytes,
+        "expert_bytes_per_s": record.expert_bytes_per_s,
         "can_route": record.can_route,
         "planned": [list(s) for s in planned],
         "ready": [list(s) for s in record.ready],
@@ -94,50 +103,94 @@ def _node(record: Record, url: str, silent_s: float, alive: bool, wanted: dict[s
 
 
 def metrics_text(agent: Agent) -> str:
-    """Prometheus text format 0.0.4."""
+    """Prometheus text format 0.0.4: docs/protocol.md, "Metrics"."""
     document = status_document(agent)
-    lines = []
-
-    def metric(name: str, kind: str, help_text: str, samples: list[tuple[dict[str, str], float]]) -> None:
-        lines.extend([f"# HELP swarm_{name} {help_text}", f"# TYPE swarm_{name} {kind}"])
-        for labels, value in samples:
-            shown = ",".join(f"{key}={json.dumps(text)}" for key, text in labels.items())
-            lines.append(f"swarm_{name}{{{shown}}} {value:g}" if shown else f"swarm_{name} {value:g}")
-
-    metric("ready", "gauge", "1 while queries can be answered", [({}, float(document["ready"]))])
-    metric(
-        "node_alive",
-        "gauge",
-        "1 for each node that answers",
-        [({"node": n["name"]}, float(n["alive"])) for n in document["nodes"]],
-    )
-    metric(
-        "node_memory_bytes",
+    page = Page()
+    nodes = [({"node": n["name"]}, n) for n in document["nodes"]]
+    page.add("swarm_ready", "gauge", "1 while queries can be answered", [({}, float(document["ready"]))])
+    page.add("swarm_node_alive", "gauge", "1 for each node that answers", [(of, float(n["alive"])) for of, n in nodes])
+    page.add(
+        "swarm_node_memory_bytes",
         "gauge",
         "memory a node offers for experts",
-        [({"node": n["name"]}, n["memory_bytes"]) for n in document["nodes"]],
+        [(of, n["memory_bytes"]) for of, n in nodes],
     )
-    metric(
-        "node_experts_ready",
+    page.add(
+        "swarm_node_experts_ready",
         "gauge",
         "experts of all layers that a node has ready",
-        [({"node": n["name"]}, count([tuple(s) for s in n["ready"]])) for n in document["nodes"]],
+        [(of, count([tuple(s) for s in n["ready"]])) for of, n in nodes],
     )
-    statistics = document["statistics"]
-    if statistics:
-        metric("expert_calls_total", "counter", "answered expert calls", [({}, statistics["calls"])])
-        metric("expert_failures_total", "counter", "layers that could not be computed", [({}, statistics["failures"])])
-        for key, help_text in (
-            ("calls", "answered calls"),
-            ("pairs", "computed (row, expert) pairs"),
-            ("bytes_sent", "bytes sent to the node"),
-            ("bytes_received", "bytes received from the node"),
-        ):
-            samples = [({"node": n["name"]}, n[key]) for n in statistics["nodes"]]
-            metric(f"expert_{key}_by_node_total", "counter", help_text, samples)
-        samples = [({"node": n["name"]}, n["call_us_mean"] / 1e6) for n in statistics["nodes"]]
-        metric("expert_call_seconds_mean", "gauge", "mean time of a call to the node", samples)
-    return "\n".join(lines) + "\n"
+    page.add(
+        "swarm_node_expert_bytes_per_second",
+        "gauge",
+        "expert weights that a node's device reads in a second, as measured at its start",
+        [(of, n["expert_bytes_per_s"]) for of, n in nodes if n["expert_bytes_per_s"] > 0],
+    )
+    if agent.holder is not None:
+        _add_expert_server(page, agent.holder.process)
+    if agent.role is not None:
+        _add_router(page, agent.engine_metrics, agent.door.waiting)
+    return page.text()
+
+
+def _add_expert_server(page: Page, process: ExpertProcess) -> None:
+    """What this node's expert server holds and has done, for whatever router."""
+    counters = process.counters
+    page.add("swarm_slices_bytes", "gauge", "memory of the slices that are ready here", [({}, process.held_bytes)])
+    for name, help_text in (
+        ("calls", "expert calls answered by this node"),
+        ("pairs", "(row, expert) pairs computed by this node"),
+        ("bytes_received", "bytes of the answered expert calls"),
+        ("bytes_sent", "bytes of the answers to expert calls"),
+    ):
+        page.add(f"swarm_served_{name}_total", "counter", help_text, [({}, counters[name])])
+    for name, help_text in (
+        ("compute", "time computing an expert call"),
+        ("queue", "time that an expert call waited before that"),
+    ):
+        sample: tuple[dict[str, str], float, float] = ({}, counters[f"{name}_us"] / 1e6, counters["calls"])
+        page.add_summary(f"swarm_served_{name}_seconds", help_text, [sample])
+    refused = [({"kind": n.removeprefix("errors ")}, counters[n]) for n in sorted(counters) if n.startswith("errors ")]
+    page.add("swarm_served_errors_total", "counter", "expert calls refused or failed on this node", refused)
+
+
+def _add_router(page: Page, metrics: EngineMetrics, waiting: int) -> None:
+    """What this node has done as the router. Counters go on when llama-server is started again."""
+    metrics.follow()
+    for name, help_text in (
+        ("prompt_tokens", "prompt tokens computed"),
+        ("prompt_tokens_cached", "prompt tokens that the prompt cache had"),
+        ("generated_tokens", "tokens generated, counted when a request ends"),
+    ):
+        page.add(f"swarm_{name}_total", "counter", help_text, [({}, metrics.tokens[name])])
+    for name, value, help_text in (
+        ("prompt_tokens", metrics.prompt_tokens_per_s, "speed of the last prompts, of each alone"),
+        ("generated_tokens", metrics.generated_tokens_per_s, "speed of the last answers, of each alone"),
+    ):
+        page.add(f"swarm_{name}_per_second", "gauge", help_text, [({}, value)])
+    page.add("swarm_requests_processing", "gauge", "requests that llama-server works on", [({}, metrics.processing)])
+    page.add(
+        "swarm_requests_waiting", "gauge", "requests that wait for llama-server", [({}, waiting + metrics.deferred)]
+    )
+    calls, nodes = metrics.calls, metrics.nodes()
+    page.add("swarm_expert_calls_total", "counter", "answered expert calls", [({}, calls["calls", ""])])
+    page.add(
+        "swarm_expert_failures_total", "counter", "layers that could not be computed", [({}, calls["failures", ""])]
+    )
+    for what, help_text in (
+        ("calls", "answered calls"),
+        ("pairs", "computed (row, expert) pairs"),
+        ("bytes_sent", "bytes sent to the node"),
+        ("bytes_received", "bytes received from the node"),
+    ):
+        samples = [({"node": node}, calls[what, node]) for node in nodes]
+        page.add(f"swarm_expert_{what}_by_node_total", "counter", help_text, samples)
+    page.add_summary(
+        "swarm_expert_call_seconds",
+        "time of a call to the node, until the last byte of the reply",
+        [({"node": node}, calls["call_us", node] / 1e6, calls["calls", node]) for node in nodes],
+    )
 
 
 def print_status(document: dict[str, Any], console: Console) -> None:
@@ -152,12 +205,14 @@ def print_status(document: dict[str, Any], console: Console) -> None:
     else:
         console.print(f"swarm {document['swarm']!r}: no model yet")
     if document["ready"]:
-        console.print(f"[green]ready[/], router {document['router']['name']}, term {document['router']['term']}")
+        router = document["router"]
+        speed = f", {router['tokens_per_s']:g} tokens/s" if router["tokens_per_s"] else ""
+        console.print(f"[green]ready[/], router {escape(router['name'])}, term {router['term']}{speed}")
     else:
         console.print(f"[yellow]not ready[/]: {escape(document['waits_for'])}")
     table = Table()
     for heading in ("node", "", "platform", "device", "offers", "holds", "address"):
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")
     for node in document["nodes"]:
         state = "alive" if node["alive"] else f"silent for {node['silent_s']:.0f} s"
         role = ", router" if document["router"] and node["node"] == document["router"]["node"] else ""
@@ -169,7 +224,8 @@ def print_status(document: dict[str, Any], console: Console) -> None:
             escape(node["name"]),
             state + role,
             escape(node["platform"]),
-            escape(", ".join(f"{d['name']} ({d['type']})" for d in node["devices"]) or "-"),
+            escape(", ".join(f"{d['name']} ({d['type']})" for d in node["devices"]) or "-")
+            + _speed(node["expert_bytes_per_s"]),
             f"{node['memory_bytes'] / 2**30:.1f} GiB",
             holds + (f"\n[red]{escape(node['problem'])}[/]" if node["problem"] else ""),
             node["url"],
@@ -177,3 +233,11 @@ def print_status(document: dict[str, Any], console: Console) -> None:
     console.print(table)
     for failure in document["failures"]:
         console.print(f"[red]failed[/]: {escape(failure)}")
+
+
+def _speed(bytes_per_s: float) -> str:
+    """A line of its own, with no space at which it would be cut."""
+    if bytes_per_s <= 0:
+        return ""
+    number, unit = (bytes_per_s / 1e9, "GB/s") if bytes_per_s >= 1e8 else (bytes_per_s / 1e6, "MB/s")
+    return f"\n{number:.1f}\N{NO-BREAK SPACE}{unit}"

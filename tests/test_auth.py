@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.auth import api_key_matches, host_allowed, is_json, is_private, origin_allowed
+from node.auth import api_key_matches, host_allowed, is_json, is_private, origin_allowed, origin_listed
 from node.errors import NotAuthenticated, SwarmKeyError
 from node.swarm_key import (
     EMPTY_SHA256,
@@ -406,6 +406,24 @@ def test_other_origins(origin: str) -> None:
     assert not origin_allowed(
         origin, host="alpha:4100", allowed_origins=["https://ui.example", "http://ui.example:3000"]
     )
+
+
+def test_only_listed_origins_may_read() -> None:
+    """The node's own pages may ask, and need nobody's leave to read."""
+    listed = ["https://ui.example", "http://ui.example:3000"]
+    for origin in ("https://ui.example", "https://ui.example:443", "HTTP://UI.example:3000"):
+        assert origin_listed(origin, listed)
+    for origin in (
+        "http://alpha:4100",
+        "http://ui.example",
+        "https://ui.example/",
+        "null",
+        "*",
+        "",
+        "https://ui.example.evil.example",
+    ):
+        assert not origin_listed(origin, listed)
+    assert not origin_listed("https://ui.example", [])
 
 
 @given(st.text(max_size=40), st.one_of(st.none(), st.text(max_size=40)))

@@ -8,7 +8,7 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ from aiohttp import web
 from lan_rig import lan, needs_namespaces
 
 import kernels
-from node import cli, machine_checks, network_checks
+from node import cli, machine_checks, memory_limit, network_checks
 from node.checks import Check
 from node.doctor import examine
 from node.machine_checks import ffn_errors
+from node.memory_limit import MemoryLimit
 from node.network_checks import multicast_problem
 
 NAMES = [
@@ -249,23 +250,29 @@ async def test_more_threads_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "experts 500" in check.found
 
 
-@pytest.mark.parametrize(("current_mib", "state"), [(300, "ok"), (950, "warning")])
-async def test_the_memory_of_a_container(
-    current_mib: int, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "memory.max").write_text(f"{1000 << 20}\n")
-    (tmp_path / "memory.current").write_text(f"{current_mib << 20}\n")
-    read: Callable[[Path], int | None] = machine_checks._group_memory_free_bytes
-    monkeypatch.setattr(machine_checks, "_group_memory_free_bytes", lambda: read(tmp_path))
+@pytest.mark.parametrize(("free_mib", "state"), [(700, "ok"), (50, "warning")])
+async def test_the_memory_of_a_container(free_mib: int, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWARM_EXPERTS_DEVICE", "CPU")
+    limit = MemoryLimit(Path("/sys/fs/cgroup/memory.max"), 1 << 30, free_mib << 20)
+    monkeypatch.setattr(memory_limit, "memory_limit", lambda root: limit)
+    monkeypatch.setattr(machine_checks, "memory_limit", lambda: limit)
     check = await one("memory")
     assert check.state == state
-    assert ("memory_mib = 45" in check.advice) == (state == "warning")
+    assert "the control group's limit of 1.0 GiB (/sys/fs/cgroup/memory.max)" in check.found
+    assert ("memory_mib to at most 45" in check.advice) == (state == "warning")
+    # By default no more is offered than the limit leaves.
+    monkeypatch.setenv("SWARM_EXPERTS_MEMORY_MIB", "0")
+    check = await one("memory")
+    assert f"{0.9 * free_mib / 1024:.1f} GiB of CPU are offered" in check.found
 
 
-def test_a_container_without_a_limit(tmp_path: Path) -> None:
-    assert machine_checks._group_memory_free_bytes(tmp_path) is None
-    (tmp_path / "memory.max").write_text("max\n")
-    assert machine_checks._group_memory_free_bytes(tmp_path) is None
+async def test_a_limit_above_what_the_machine_has_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWARM_EXPERTS_DEVICE", "CPU")
+    limit = MemoryLimit(Path("/sys/fs/cgroup/memory.max"), 1 << 50, 1 << 50)
+    monkeypatch.setattr(machine_checks, "memory_limit", lambda: limit)
+    check = await one("memory")
+    assert check.state == "ok"
+    assert "limit" not in check.found
 
 
 async def test_a_firewall_that_is_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import fcntl
+import json
 import os
 import signal
 import socket
@@ -17,6 +19,7 @@ from server_rig import COMMAND, MODEL, call, get, is_gone, load, order, post, se
 from node import expert_process, wire
 from node.errors import ExpertProcessError, ExpertProcessExited, ExpertProcessGaveUp
 from node.expert_process import ExpertProcess, ProcessEvent
+from node.parent_death import child_environment
 
 pytestmark = pytest.mark.slow
 
@@ -175,6 +178,69 @@ async def test_a_stopped_process_is_stopped_too() -> None:
         started_s = time.monotonic()
         await process.stop()
         assert time.monotonic() - started_s < 4 and not process.running
+
+
+async def test_counters_and_memory_outlive_a_crash() -> None:
+    async with server(order(), environment={"SWARM_DEBUG_ABORT": "1"}) as process, aiohttp.ClientSession() as session:
+        supervising = asyncio.create_task(process.supervise())
+        assert process.held_bytes == 3 * 16 * 12 * 4
+        for experts in (((2, 3),), ((4,), (2,))):
+            assert isinstance(await post(session, process, call(experts)), wire.CallReply)
+        assert isinstance(await post(session, process, call(layer=7)), wire.CallError)
+        await until(lambda: process.counters["errors not_held"] == 1)
+        assert process.counters["calls"] == 2
+        assert process.counters["pairs"] == 4
+        for name in ("bytes_received", "bytes_sent", "compute_us"):
+            assert process.counters[name] > 0
+        before = {name: process.counters[name] for name in process.counters}
+        first_pid = process.pid
+        with pytest.raises(aiohttp.ClientError):
+            await post(session, process, call(model="abort"))
+        await until(lambda: not process.running)
+        assert process.held_bytes == 0
+        assert {name: process.counters[name] for name in before} == before
+        await until(lambda: process.pid != first_pid and process.held_bytes > 0, 10)
+        assert isinstance(await post(session, process, call()), wire.CallReply)
+        await until(lambda: process.counters["calls"] == 3)
+        assert all(process.counters[name] >= value for name, value in before.items())
+        await process.drop(MODEL, 0, 2, 4)
+        assert process.held_bytes == 0
+        await process.stop()
+        await asyncio.wait_for(supervising, 1)
+
+
+def test_a_parent_that_reads_nothing_does_not_hold_up_calls() -> None:
+    """Its pipe is full at last; then the counters wait, and not the server."""
+    source = f"import node.expert_server as s; s.STATISTICS_PERIOD_S = 0; import runpy; runpy.run_path({COMMAND[1]!r})"
+    child = subprocess.Popen(
+        [COMMAND[0], "-c", source, "--port", "0"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=child_environment(),
+        cwd=ROOT,
+    )
+    assert child.stdout is not None
+
+    async def call_in_vain(port: int, times: int) -> None:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
+            for _ in range(times):
+                async with session.post(
+                    f"http://127.0.0.1:{port}/v1/ffn", data=b"", headers={"Content-Type": wire.CONTENT_TYPE}
+                ) as response:
+                    assert response.status == 400
+
+    try:
+        port = json.loads(child.stdout.readline())["port"]
+        fcntl.fcntl(child.stdout.fileno(), fcntl.F_SETPIPE_SZ, 8192)
+        asyncio.run(call_in_vain(port, 300))
+        os.set_blocking(child.stdout.fileno(), False)
+        told = child.stdout.read()
+        # Each line has some 160 bytes.
+        assert 10 < told.count(b'"statistics"') < 60
+    finally:
+        child.kill()
+        child.wait()
 
 
 async def test_lines_that_answer_nothing_are_ignored(tmp_path: Path) -> None:

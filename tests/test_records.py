@@ -67,6 +67,7 @@ records = st.builds(
     ready=slices,
     problem=texts,
     router=st.none() | routers,
+    expert_bytes_per_s=st.floats(0, 1e15),
 )
 
 EXAMPLE = Record(
@@ -161,6 +162,16 @@ TOO_MUCH = [
     {"ready": [[0, 5, 4]]},
     {"router": {"term": 1, "state": "perfect"}},
     {"router": {"term": 1, "state": "ready", "tokens_per_s": "fast"}},
+    {"router": {"term": 1, "state": "ready", "tokens_per_s": -1}},
+    {"router": {"term": 1, "state": "ready", "tokens_per_s": 1e16}},
+    {"expert_bytes_per_s": -1},
+    {"expert_bytes_per_s": -0.5},
+    {"expert_bytes_per_s": 1.1e15},
+    {"expert_bytes_per_s": 10**400},
+    {"expert_bytes_per_s": float("nan")},
+    {"expert_bytes_per_s": float("inf")},
+    {"expert_bytes_per_s": None},
+    {"expert_bytes_per_s": "4 GB/s"},
     {"router": {"term": 1, "state": "ready", "not_ready": {"0" * 16: [[0, 5, 4]]}}},
     {"router": {"term": 1, "state": "ready", "not_ready": {"nobody": []}}},
     {
@@ -186,6 +197,17 @@ def test_everything_is_bounded(changes: dict[str, Any]) -> None:
     with pytest.raises(RecordError) as caught:
         decode(changed(**changes))
     assert len(str(caught.value)) < 600
+
+
+def test_speeds_are_optional() -> None:
+    fields = json.loads(encode(EXAMPLE))
+    del fields["expert_bytes_per_s"], fields["router"]["tokens_per_s"]
+    record = decode(json.dumps(fields).encode())
+    assert record.router is not None
+    assert record.expert_bytes_per_s == record.router.tokens_per_s == 0
+    assert decode(changed(expert_bytes_per_s=4_100_000_000)).expert_bytes_per_s == 4.1e9
+    with pytest.raises(RecordError):
+        decode(encode(EXAMPLE).replace(b'"expert_bytes_per_s":0.0', b'"expert_bytes_per_s":1e999'))
 
 
 def test_a_record_has_a_size() -> None:
