@@ -23,6 +23,7 @@ class Candidate:
     next_s: float
     period_s: float
     tries: int = 0
+    tried_s: float = float("-inf")
     member: NodeId | None = None
     problem: str = ""
 
@@ -37,18 +38,21 @@ class Candidates:
     def __iter__(self) -> Iterator[Candidate]:
         return iter(self._all.values())
 
+    def __len__(self) -> int:
+        return len(self._all)
+
     def get(self, address: Address) -> Candidate | None:
         """The candidate at an address."""
         return self._all.get(address)
 
     def add(self, address: Address, source: str, now_s: float) -> None:
-        """Somebody may be there: to be tried at once."""
-        known = self._all.get(address)
+        """Somebody may be there: to be tried at once, but no address more often than each `candidate_retry_s`."""
+        known, retry_s = self._all.get(address), self._settings.candidate_retry_s
         if known is not None:
             known.source = source
-            known.next_s, known.period_s = now_s, self._settings.candidate_retry_s
+            known.next_s, known.period_s = max(now_s, known.tried_s + retry_s), retry_s
         elif len(self._all) < CANDIDATES_MAX:
-            self._all[address] = Candidate(address, source, now_s, self._settings.candidate_retry_s)
+            self._all[address] = Candidate(address, source, now_s, retry_s)
 
     def remove(self, address: Address) -> None:
         """Its source no longer says so."""
@@ -71,6 +75,7 @@ class Candidates:
         due = [candidate for candidate in self._all.values() if candidate.next_s <= now_s]
         for candidate in due:
             candidate.tries += 1
+            candidate.tried_s = now_s
             candidate.next_s = now_s + candidate.period_s
             candidate.period_s = min(2 * candidate.period_s, self._settings.candidate_retry_max_s)
         return due

@@ -26,7 +26,7 @@ from collections import OrderedDict
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from gossip.errors import GossipError, NotForUs, UnknownVersion
+from gossip.errors import GossipError, NotForUs, UnknownVersion, WrongKey
 
 VERSION = 1
 _MAGIC = b"SG"
@@ -56,10 +56,12 @@ class Envelope:
         number = self._count.to_bytes(8, "big")
         self._count += 1
         header = self._header + self._salt + number
-        return header + self._cipher(self._salt).encrypt(b"\0\0\0\0" + number, packet, header)
+        cipher = self._ciphers.get(self._salt) or self._derived(self._salt)
+        self._remember(self._salt, cipher)
+        return header + cipher.encrypt(b"\0\0\0\0" + number, packet, header)
 
     def open(self, datagram: bytes) -> bytes:
-        """The packet in a datagram. Raises NotForUs, UnknownVersion or GossipError."""
+        """The packet in a datagram. Raises NotForUs, WrongKey, UnknownVersion or GossipError."""
         if len(datagram) < _HEADER_BYTES or datagram[:2] != _MAGIC:
             raise GossipError("not a gossip packet")
         if datagram[4:_HEADER_BYTES] != self._tag:
@@ -67,30 +69,29 @@ class Envelope:
         if datagram[2] != VERSION:
             raise UnknownVersion(datagram[2])
         if datagram[3] != (self._key is not None):
-            raise NotForUs("a packet sealed with a key" if self._key is None else "a packet without this swarm's key")
+            raise WrongKey(
+                "it has a key, and this node none" if self._key is None else "it has no key, and this node one"
+            )
         if self._key is None:
             return datagram[_HEADER_BYTES:]
         if len(datagram) < _SEALED_HEADER_BYTES + _SEAL_BYTES:
             raise GossipError("a truncated packet")
         header, sealed = datagram[:_SEALED_HEADER_BYTES], datagram[_SEALED_HEADER_BYTES:]
         salt = header[12:20]
-        known = salt in self._ciphers
+        cipher = self._ciphers.get(salt) or self._derived(salt)
         try:
-            packet = self._cipher(salt).decrypt(b"\0\0\0\0" + header[20:28], sealed, header)
+            packet = cipher.decrypt(b"\0\0\0\0" + header[20:28], sealed, header)
         except InvalidTag:
-            if not known:  # who has no key must not push the others' ciphers out
-                self._ciphers.pop(salt, None)
-            raise NotForUs("a packet that this swarm's key does not open") from None
+            raise WrongKey("it has another key") from None
+        self._remember(salt, cipher)  # only now: who has no key must not push the others' ciphers out
         return packet
 
-    def _cipher(self, salt: bytes) -> AESGCM:
-        cipher = self._ciphers.get(salt)
-        if cipher is None:
-            assert self._key is not None
-            cipher = AESGCM(hmac.digest(self._key, b"swarm-node gossip" + salt, "sha256"))
-            self._ciphers[salt] = cipher
-            if len(self._ciphers) > _CIPHERS_MAX:
-                self._ciphers.popitem(last=False)
-        else:
-            self._ciphers.move_to_end(salt)
-        return cipher
+    def _derived(self, salt: bytes) -> AESGCM:
+        assert self._key is not None
+        return AESGCM(hmac.digest(self._key, b"swarm-node gossip" + salt, "sha256"))
+
+    def _remember(self, salt: bytes, cipher: AESGCM) -> None:
+        self._ciphers[salt] = cipher
+        self._ciphers.move_to_end(salt)
+        if len(self._ciphers) > _CIPHERS_MAX:
+            self._ciphers.popitem(last=False)

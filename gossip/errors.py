@@ -3,7 +3,8 @@
 ::
 
     GossipError        a peer's bytes are not what docs/protocol.md says, or too many
-    ├── NotForUs       another swarm's name, or not sealed with this swarm's key
+    ├── NotForUs       of a swarm of another name
+    │   └── WrongKey   of one of this name, but not sealed with its key
     └── UnknownVersion a protocol version that this program does not speak: version
 """
 
@@ -15,7 +16,11 @@ class GossipError(ValueError):
 
 
 class NotForUs(GossipError):
-    """A packet of another swarm, or one that this swarm's key does not open."""
+    """A packet of a swarm of another name."""
+
+
+class WrongKey(NotForUs):
+    """A packet of a swarm of this name that has another key, or none, or is the only one to have one."""
 
 
 class UnknownVersion(GossipError):

@@ -20,13 +20,17 @@ RECORDS_BYTES_MAX: Final = 64 << 20
 DIGEST_BYTES_MAX: Final = 128 << 10
 #: A machine with four interfaces has some 12 addresses, IPv6 included.
 ADDRESSES_MAX: Final = 16
+#: Addresses of one member: those of its record, and a few that others told or that it called from.
+PATHS_MAX: Final = ADDRESSES_MAX + 8
 #: Addresses that were announced or named, and answer or not.
 CANDIDATES_MAX: Final = 256
 #: Indirect pings that a node carries out for others at a time: three ask for each suspect.
 RELAYED_PINGS_MAX: Final = 256
-#: Hosts that speak another version, kept to be shown.
+#: Hosts that speak another version, or have another key, kept to be shown.
 INCOMPATIBLE_MAX: Final = 64
 #: Record pulls under way at a time; each holds a connection and up to RECORD_BYTES_MAX.
 PULLS_MAX: Final = 4
 #: Largest counter on the wire: what JSON and every language can hold.
 COUNTER_MAX: Final = 2**53
+#: A peer's word moves a node's own counters; near their end it is a fault or an attack.
+CREDIBLE_MAX: Final = COUNTER_MAX - (1 << 40)

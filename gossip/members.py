@@ -39,9 +39,19 @@ class Member:
         return self.status <= Status.SUSPECT
 
     @property
+    def is_hearsay(self) -> bool:
+        """Live by what others told alone. That is not passed on, or one that is gone could be told of for ever."""
+        return self.is_live and self.record is None
+
+    @property
     def address(self) -> Address | None:
         """Where it is spoken to."""
         return self.paths.current
+
+    @property
+    def has_newest_record(self) -> bool:
+        """Whether no newer record was heard of than the one held."""
+        return self.record is not None and self.record.version >= self.version
 
     def update(self) -> Update:
         """What others are to know of it."""
@@ -56,8 +66,8 @@ class Members:
         self.own = own
         self._members: dict[NodeId, Member] = {}
         self._tombstones: OrderedDict[NodeId, tuple[int, float]] = OrderedDict()
-        self._live = 0
-        self._unconfirmed = 0
+        self._gone: dict[NodeId, Member] = {}
+        self._unconfirmed: dict[NodeId, Member] = {}
         self._record_bytes = 0
         self._hash = 0
 
@@ -74,7 +84,32 @@ class Members:
     @property
     def n_live(self) -> int:
         """Live members, this node included."""
-        return self._live + 1
+        return len(self._members) - len(self._gone) + 1
+
+    @property
+    def gone(self) -> list[Member]:
+        """Those that died or left and are not forgotten yet."""
+        return list(self._gone.values())
+
+    @property
+    def unconfirmed(self) -> list[Member]:
+        """Those without a record."""
+        return list(self._unconfirmed.values())
+
+    @property
+    def n_unconfirmed(self) -> int:
+        """How many are without a record."""
+        return len(self._unconfirmed)
+
+    @property
+    def n_buried(self) -> int:
+        """Nodes of which only an incarnation is remembered."""
+        return len(self._tombstones)
+
+    @property
+    def record_bytes(self) -> int:
+        """Payloads of all records."""
+        return self._record_bytes
 
     def buried(self, node: NodeId) -> int | None:
         """The incarnation at which a node that was forgotten had died."""
@@ -83,27 +118,25 @@ class Members:
 
     def add(self, node: NodeId, incarnation: int, version: int, source: str, now_s: float) -> Member | None:
         """A new live member; None where there are too many."""
-        if len(self._members) >= MEMBERS_MAX or self._unconfirmed >= UNCONFIRMED_MAX:
+        if len(self._members) >= MEMBERS_MAX or len(self._unconfirmed) >= UNCONFIRMED_MAX:
             return None
         self._tombstones.pop(node, None)
         member = Member(node, incarnation, Status.ALIVE, version, now_s, source)
         self._members[node] = member
-        self._live += 1
-        self._unconfirmed += 1
-        self._hash ^= _fingerprint(member)
+        self._unconfirmed[node] = member
         return member
 
     def change(self, member: Member, now_s: float, *, incarnation: int, status: Status, version: int) -> None:
         """Sets what is believed of a member."""
-        if member.is_live:
-            self._hash ^= _fingerprint(member)
-            self._live -= 1
+        self._toggle(member)
         if status is not member.status:
             member.since_s = now_s
         member.incarnation, member.status, member.version = incarnation, status, version
+        self._toggle(member)
         if member.is_live:
-            self._hash ^= _fingerprint(member)
-            self._live += 1
+            self._gone.pop(member.node, None)
+        else:
+            self._gone[member.node] = member
 
     def keep_record(self, member: Member, record: Record) -> bool:
         """A record of the member. False: it is not newer, or there is no room for it."""
@@ -114,20 +147,19 @@ class Members:
         if self._record_bytes + grows > RECORDS_BYTES_MAX:
             return False
         self._record_bytes += grows
-        if old is None:
-            self._unconfirmed -= 1
+        self._unconfirmed.pop(member.node, None)
+        self._toggle(member)
         member.record = record
+        self._toggle(member)
         return True
 
     def forget(self, member: Member, now_s: float, *, bury: bool = True) -> None:
         """Removes a member; of one that died its incarnation is remembered."""
         del self._members[member.node]
-        if member.is_live:
-            self._hash ^= _fingerprint(member)
-            self._live -= 1
-        if member.record is None:
-            self._unconfirmed -= 1
-        else:
+        self._gone.pop(member.node, None)
+        self._unconfirmed.pop(member.node, None)
+        self._toggle(member)
+        if member.record is not None:
             self._record_bytes -= len(member.record.payload)
         if bury:
             self._tombstones[member.node] = (member.incarnation, now_s)
@@ -143,8 +175,12 @@ class Members:
             del self._tombstones[node]
 
     def hash(self, own: Update) -> bytes:
-        """Of the live members, ``own`` included: equal in nodes that agree on incarnations and record versions."""
+        """Of the live members that are not hearsay, and ``own``: equal in nodes that agree on incarnations and versions."""
         return (self._hash ^ _fingerprint(own)).to_bytes(16, "big")
+
+    def _toggle(self, member: Member) -> None:
+        if member.is_live and member.record is not None:
+            self._hash ^= _fingerprint(member)
 
 
 def _fingerprint(member: Member | Update) -> int:

@@ -22,7 +22,7 @@ Host = Annotated[str, Meta(min_length=1, max_length=64)]
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Accusers = Annotated[tuple[Id, ...], Meta(max_length=8)]
 
-#: So many updates fit a packet whatever is in them: 61 bytes each at most, 64 for the rest, 44 for the envelope.
+#: So many updates fit a packet whatever is in them: 61 bytes each at most, 122 for the rest, 44 for the envelope.
 UPDATES_MAX = 20
 #: What one node may send as accusers of one suspect.
 ACCUSERS_MAX = 3
@@ -75,6 +75,10 @@ class Record(Struct, array_like=True, frozen=True, gc=False):
     payload: Annotated[bytes, Meta(max_length=RECORD_BYTES_MAX)]
 
 
+#: All members, and the sender.
+Digest = Annotated[tuple[Update, ...], Meta(max_length=MEMBERS_MAX + 1)]
+
+
 class PingRequest(Struct, array_like=True, frozen=True, tag="ping"):
     """A ping where UDP does not pass. The reply is a `PingReply`."""
 
@@ -94,7 +98,7 @@ class SyncRequest(Struct, array_like=True, frozen=True, tag="sync"):
     incarnation: Counter
     version: Counter
     hash: Annotated[bytes, Meta(max_length=16)]
-    members: Annotated[tuple[Update, ...], Meta(max_length=MEMBERS_MAX)] = ()
+    members: Digest = ()
 
 
 class SyncReply(Struct, array_like=True, frozen=True, tag="synced"):
@@ -104,7 +108,7 @@ class SyncReply(Struct, array_like=True, frozen=True, tag="synced"):
     incarnation: Counter
     version: Counter
     hash: Annotated[bytes, Meta(max_length=16)]
-    members: Annotated[tuple[Update, ...], Meta(max_length=MEMBERS_MAX)] = ()
+    members: Digest = ()
 
 
 class PullRequest(Struct, array_like=True, frozen=True, tag="pull"):

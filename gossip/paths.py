@@ -9,10 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gossip.address import Address
-from gossip.limits import ADDRESSES_MAX
-
-# Those of its record, and a few that others told or that it called from.
-_PATHS_MAX = ADDRESSES_MAX + 8
+from gossip.limits import PATHS_MAX
 
 
 @dataclass
@@ -53,7 +50,7 @@ class Paths:
 
     def add(self, address: Address, source: str) -> bool:
         """The member may be at ``address``. False: known already, or too many."""
-        if address in self._paths or len(self._paths) >= _PATHS_MAX:
+        if address in self._paths or len(self._paths) >= PATHS_MAX:
             return False
         self._paths[address] = Path(address, source)
         if self.current is None:
@@ -69,8 +66,9 @@ class Paths:
                 del self._paths[address]
         for address in addresses:
             self.add(address, "its record")
-        if self.current not in self._paths:
-            self.current = self._best()
+        usable = [address for address in addresses if not self._paths[address].failures and not _is_link_local(address)]
+        if self.current not in self._paths or (_is_link_local(self.current) and usable):
+            self.current = usable[0] if usable else self._best()
 
     def answered(self, address: Address, now_s: float, rtt_s: float | None) -> None:
         """The member itself answered there."""
@@ -82,7 +80,7 @@ class Paths:
         if rtt_s is not None:
             path.rtt_s = rtt_s
         current = self._paths.get(self.current) if self.current is not None else None
-        if current is None or current.answered_s is None or current.failures:
+        if current is None or current.answered_s is None or current.failures or _is_worse(current.address, address):
             self.current = address
 
     def answered_tcp(self, address: Address) -> None:
@@ -108,3 +106,12 @@ class Paths:
     def _best(self) -> Address | None:
         paths = self.all()
         return min(paths, key=lambda path: (path.failures, path.answered_s is None)).address if paths else None
+
+
+def _is_link_local(address: Address | None) -> bool:
+    return address is not None and address.host.lower().startswith("fe80:")
+
+
+def _is_worse(address: Address, than: Address) -> bool:
+    # A link-local address is good on one link only, and not every program takes its scope.
+    return _is_link_local(address) and not _is_link_local(than)

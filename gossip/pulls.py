@@ -11,6 +11,8 @@ from gossip.state import NodeId
 
 _RETRY_S = 0.5
 _RETRY_MAX_S = 8.0
+# Asked in one go; most of the others do not have it either.
+_SOURCES_MAX = 4
 
 
 @dataclass
@@ -27,6 +29,9 @@ class Pulls:
     def __init__(self) -> None:
         self._wanted: dict[NodeId, _Pull] = {}
         self._running: set[NodeId] = set()
+
+    def __len__(self) -> int:
+        return len(self._wanted)
 
     def want(self, node: NodeId, teller: Address | None) -> None:
         """News of a newer record came from ``teller``."""
@@ -49,21 +54,22 @@ class Pulls:
         return None
 
     def source(self, node: NodeId, owner: list[Address], others: list[Address], random: Random) -> Address | None:
-        """Whom to ask: the teller or the owner, at random, then the other, then anybody."""
+        """Whom to ask: the teller or the owner, at random, then the other, then anybody; None: nobody for now."""
         pull = self._wanted[node]
         first = [pull.teller] if pull.teller is not None else []
         first += owner
         if len(first) > 1 and random.random() < 0.5:
             first.reverse()
-        for address in [*first, *others]:
-            if address not in pull.tried:
-                pull.tried.add(address)
-                return address
+        if len(pull.tried) < _SOURCES_MAX:
+            for address in [*first, *others]:
+                if address not in pull.tried:
+                    pull.tried.add(address)
+                    return address
         pull.tried.clear()
         return None
 
     def done(self, node: NodeId) -> None:
-        """It is held, or no longer wanted."""
+        """It is held, or no longer wanted: the member is forgotten."""
         self._running.discard(node)
         self._wanted.pop(node, None)
 
@@ -75,11 +81,6 @@ class Pulls:
             pull.not_before_s = now_s + (0.0 if pull.tried else pull.retry_s)
             if not pull.tried:
                 pull.retry_s = min(2 * pull.retry_s, _RETRY_MAX_S)
-
-    def discard(self, node: NodeId) -> None:
-        """The member is forgotten."""
-        self._wanted.pop(node, None)
-        self._running.discard(node)
 
     def next_s(self) -> float | None:
         """When a pull that waits may go on; None if none waits for time."""

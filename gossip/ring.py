@@ -6,6 +6,7 @@ each round lets it be almost two.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from random import Random
 
 from gossip.state import NodeId
@@ -22,6 +23,9 @@ class ProbeRing:
 
     def __len__(self) -> int:
         return len(self._order)
+
+    def __iter__(self) -> Iterator[NodeId]:
+        return iter(self._order)
 
     def add(self, node: NodeId) -> None:
         """A member to be probed from now on."""

@@ -36,8 +36,8 @@ class Settings:
     #: Addresses that do not answer are tried again after a time that doubles from the first to the second.
     candidate_retry_s: float = 1.0
     candidate_retry_max_s: float = 5.0
-    #: A member of which nobody gives a record or an address.
-    unconfirmed_s: float = 60.0
+    #: A member of which nobody gives a record is forgotten.
+    unconfirmed_s: float = 30.0
     #: The event loop was late by more than this: what is missing now may be this node's fault (DISC-1, DISC-6).
     late_s: float = 0.5
     #: A request over TCP: a record, a digest, a ping where UDP does not pass.

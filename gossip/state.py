@@ -7,6 +7,7 @@ associative. Only the member itself raises its incarnation: that is how it refut
 from __future__ import annotations
 
 from enum import IntEnum
+from random import Random
 from typing import NewType
 
 #: Eight bytes; `hex()` is how people see it.
@@ -29,9 +30,17 @@ def supersedes(incarnation: int, status: int, known_incarnation: int, known_stat
 
 
 # A boot gives the counters room for this many changes before it would meet the next boot's.
-_PER_BOOT = 1 << 24
+_PER_BOOT = 1 << 20
 
 
 def first_counter(boot: int) -> int:
-    """Where incarnations and record versions of this boot begin, above all of earlier boots."""
+    """Where incarnations of this boot begin, above all of earlier boots."""
     return boot * _PER_BOOT
+
+
+def first_version(boot: int, random: Random) -> int:
+    """Where record versions of this boot begin.
+
+    By chance: if the boot counter was lost, records of an earlier life with other contents must not have the same versions.
+    """
+    return first_counter(boot) + random.randrange(_PER_BOOT // 2)

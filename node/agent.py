@@ -25,21 +25,19 @@ from node.auth import host_allowed, is_json, is_private, origin_allowed
 from node.call_guard import CALL_KEY_VARIABLE
 from node.config import Config
 from node.cors import Cors
-from node.discovery import discovery, local_addresses
 from node.engine_metrics import EngineMetrics
 from node.errors import ModelError, SwarmError
 from node.front_door import Door, DoorOptions, Here, PeerProof, ServedModel, There, Unavailable, add_routes
-from node.heartbeat import TIMEOUT_S, Heartbeats
 from node.holder import Holder
 from node.identity import Identity
 from node.layer_programs import LayerProgram, ModelPrograms, read_programs
 from node.local_models import LocalModels, find_model
-from node.membership import Membership
 from node.memory_limit import free_memory_bytes
 from node.model_index import ModelIndex
 from node.peer_http import PEER_PREFIX, PeerClient, PeerGuard, read_body
+from node.peering import CONTENT_TYPE, GOSSIP_PATH, Peering
 from node.placement import Candidate, elect
-from node.records import RATE_MAX, VERSION, Device, Model, Record, Router
+from node.records import RATE_MAX, VERSION, Device, Model, Record, Router, encode
 from node.router_engine import EngineOptions, ExpertFailure
 from node.router_role import KnownNode, RouterRole
 from node.slice_ranges import describe
@@ -50,6 +48,8 @@ log = logging.getLogger(__name__)
 
 # An election waits until every peer that was announced had time to answer.
 ELECTION_DELAY_S = 3.0
+# Of a request to a peer; gossip and the layer programs of a model are all there is.
+_PEER_TIMEOUT_S = 2.0
 # Memory that is left to everything else on the machine.
 MEMORY_SHARE = 0.9
 
@@ -61,7 +61,6 @@ class Agent:
         self.config = config
         self.identity = identity
         self.started_s = time.monotonic()
-        self.membership = Membership(identity.node_id, config.swarm.name)
         self.local_models = LocalModels(config.model.path)
         self.served: ModelIndex | None = None
         self.holder: Holder | None = None
@@ -69,6 +68,8 @@ class Agent:
         self.failures: deque[ExpertFailure] = deque(maxlen=64)
         self._key = SwarmKey.parse(config.swarm.key) if config.swarm.key else None
         self._guard = PeerGuard(self._key)
+        self.peering = Peering(config, identity, self._key, self.wake)
+        self.membership = self.peering.membership
         self._client: PeerClient | None = None
         self.door = Door(self, DoorOptions(api_key=config.api.key))
         self._cors = Cors(config.api.allowed_origins)
@@ -78,20 +79,12 @@ class Agent:
         )
         self._programs: dict[str, ModelPrograms] = {}
         self._found: ModelIndex | None = None  # the plan's model among this node's files
-        self._sequence = 0
-        self._last_record: Record | None = None
         self._changed = asyncio.Event()
         self._highest_term = identity.term
         self._devices = tuple(
             Device(d.name[:63], d.type, d.description[:400], d.memory_total_bytes) for d in kernels.devices()
         )
         self.memory_bytes = self._offered_memory()
-        self._addresses = (
-            ("127.0.0.1",)
-            if config.node.host == "loopback"
-            else tuple(local_addresses(config.swarm.interfaces, config.swarm.exclude_interfaces))[:16]
-        )
-        self.heartbeats = Heartbeats(self.membership, self.record, self.post, self.wake)
         self._can_route = self._has_router()
         self.port = config.node.port
         self.listening = asyncio.Event()
@@ -101,18 +94,16 @@ class Agent:
     # --- what this node says of itself
 
     def record(self) -> Record:
-        """This node's record, with a new sequence number if it changed."""
+        """This node's record as it is now."""
         model = self.served
-        record = Record(
+        return Record(
             version=VERSION,
             swarm=self.config.swarm.name,
             node=self.identity.node_id,
             boot=self.identity.boot,
-            sequence=self._sequence,
             name=self.config.node.name,
             build=kernels.build_id(),
             platform=f"{platform.system()} {platform.machine()}",
-            addresses=self._addresses,
             port=self.port,
             expert_port=self.holder.process.port if self.holder is not None else 0,
             devices=self._devices,
@@ -125,11 +116,6 @@ class Agent:
             router=None if self.role is None else self._router_record(self.role.router_record),
             expert_bytes_per_s=0.0 if self.holder is None else _rounded(self.holder.process.expert_bytes_per_s, 3),
         )
-        if record != self._last_record:
-            self._sequence += 1
-            record = msgspec.structs.replace(record, sequence=self._sequence)
-            self._last_record = record
-        return record
 
     def _router_record(self, router: Router) -> Router:
         # In two digits, since every change of a record goes to every node.
@@ -149,9 +135,8 @@ class Agent:
         return best.record, best.url
 
     def wake(self) -> None:
-        """Something changed: look at everything again, and tell the others at once."""
+        """Something changed: look at everything again, and tell the others."""
         self._changed.set()
-        self.heartbeats.round.set()
 
     # --- life
 
@@ -164,28 +149,27 @@ class Agent:
         async with contextlib.AsyncExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="swarm-node-")))
             session = await stack.enter_async_context(
-                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S))
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_PEER_TIMEOUT_S))
             )
             self._client = PeerClient(session, self._key)
             await stack.enter_async_context(self._http_server())
-            for seed in self.config.swarm.seeds:
-                self.membership.announce(f"http://{seed}", "seed")
-            await stack.enter_async_context(
-                discovery(
-                    self.identity.node_id,
-                    self.config.swarm.name,
-                    self.port,
-                    self._addresses,
-                    lambda url: self.wake() if self.membership.announce(url, "multicast DNS") else None,
-                )
-            )
             async with asyncio.TaskGroup() as tasks:
                 if self.config.experts.enabled and self.memory_bytes > 0:
                     self.holder = self._make_holder(folder)
                     tasks.create_task(self.holder.run(), name="expert server")
-                tasks.create_task(self.heartbeats.run(), name="heartbeats")
+                tasks.create_task(self._gossip(), name="peering")
                 tasks.create_task(self._reconcile_forever(folder), name="reconcile")
                 tasks.create_task(self.engine_metrics.run(), name="engine metrics")
+
+    async def _gossip(self) -> None:
+        assert self._client is not None
+        try:
+            await self.peering.run(self._client, self.port, asyncio.Event())
+        except* OSError as errors:
+            error = errors.exceptions[0]
+            raise SwarmError(
+                f"UDP port {self.port} cannot be used: {error}. Another program has it? Give this node another --port"
+            ) from error
 
     async def _reconcile_forever(self, folder: Path) -> None:
         running: asyncio.Task[None] | None = None
@@ -205,6 +189,7 @@ class Agent:
                     self.wake()
                 if self.role is not None:
                     self.role.update(self._known_nodes())
+                self.peering.publish(encode(self.record()))
                 try:
                     await self._follow_plan()
                     self._problem = ""
@@ -216,7 +201,9 @@ class Agent:
         now_s = time.monotonic()
         alive = [peer.record for peer in self.membership.alive(now_s).values()]
         # Also of routers that are gone: expert servers refuse a term below one they have seen.
-        heard = [peer.record.router.term for peer in self.membership.known().values() if peer.record.router is not None]
+        heard = [
+            peer.record.router.term for peer in self.membership.known(now_s).values() if peer.record.router is not None
+        ]
         self._highest_term = max([self._highest_term, *heard])
         chosen = elect([_candidate(record) for record in [own, *alive]])
         if chosen is None or chosen.node_id != own.node:
@@ -251,11 +238,10 @@ class Agent:
         )
 
     def _known_nodes(self) -> dict[str, KnownNode]:
-        alive = self.membership.alive(time.monotonic())
         own = self.record()
         nodes = {own.node: KnownNode(own, "127.0.0.1", True)}
-        for node_id, peer in self.membership.known().items():
-            nodes[node_id] = KnownNode(peer.record, _host(peer.url), node_id in alive)
+        for node_id, peer in self.membership.known(time.monotonic()).items():
+            nodes[node_id] = KnownNode(peer.record, _host(peer.url), peer.alive)
         return nodes
 
     async def _follow_plan(self) -> None:
@@ -303,7 +289,7 @@ class Agent:
     @contextlib.asynccontextmanager
     async def _http_server(self) -> AsyncIterator[None]:
         app = web.Application(middlewares=[self._check], client_max_size=DoorOptions().body_bytes_max)
-        app.add_routes(self.heartbeats.routes())
+        app.add_routes(self.peering.routes())
         app.add_routes(self._guard.routes())
         app.add_routes([web.post("/swarm/v1/programs", self._give_programs), web.get("/health", _health)])
         app.add_routes(status_routes(self))
@@ -352,15 +338,20 @@ class Agent:
             return 403, "this swarm has no key, so it is open to private and link-local addresses only"
         host = request.headers.get("Host")
         name = request.transport.get_extra_info("sockname") if request.transport is not None else None
-        own = [*self._addresses, *([str(name[0])] if name else [])]
+        own = [entry.address for entry in self.peering.addresses] + ([str(name[0])] if name else [])
         names = [self.config.node.name, f"{self.config.node.name}.local"]
         if not host_allowed(host, own_names=names, own_addresses=own, allowed_hosts=self.config.api.allowed_hosts):
             return 403, f"the Host header {host!r} is no name of this node; [api] allowed_hosts can add it"
         origin = request.headers.get("Origin")
         if not origin_allowed(origin, host=host, allowed_origins=self.config.api.allowed_origins):
             return 403, f"requests from pages of {origin} are not allowed; [api] allowed_origins can allow them"
-        if request.method == "POST" and not is_json(request.headers.get("Content-Type")):
-            return 415, "the content type must be application/json"
+        content_type = request.headers.get("Content-Type")
+        # Neither is what a page can send without asking first.
+        if request.method == "POST" and not is_json(content_type):
+            if request.path != GOSSIP_PATH:
+                return 415, "the content type must be application/json"
+            if content_type != CONTENT_TYPE:
+                return 415, f"the content type must be {CONTENT_TYPE}"
         return None
 
     async def _give_programs(self, request: web.Request) -> web.Response:
@@ -433,7 +424,7 @@ class Agent:
 
     def waits_for(self, router: Router) -> str:
         """Why the router does not answer, in words: what is missing and where."""
-        names = {i: peer.record.name for i, peer in self.membership.known().items()}
+        names = {i: peer.record.name for i, peer in self.membership.known(time.monotonic()).items()}
         names[self.identity.node_id] = self.config.node.name
         if router.plan is not None and router.plan.missing:
             return f"no node has memory for {describe(router.plan.missing)}; add a machine"

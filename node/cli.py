@@ -84,7 +84,13 @@ def _parser() -> argparse.ArgumentParser:
         help="show nodes, slices, router, and what is missing",
         description="Shows the swarm as a node sees it. Exit status 0: ready for queries; 3: not.",
     )
-    for command, work in ((ask, _ask), (status, _status)):
+    peers = commands.add_parser(
+        "peers",
+        help="show how the other nodes were found, and which of their addresses answer",
+        description="Shows every node that this one knows: how it was found, which of its addresses is used, and why another "
+        "is not; and what was announced or named and does not answer.",
+    )
+    for command, work in ((ask, _ask), (status, _status), (peers, _peers)):
         command.add_argument("--url", metavar="URL", help="a node, http://HOST:PORT (default: found by itself)")
         command.add_argument("--json", action="store_true", help="JSON, for scripts")
         command.add_argument("--config", metavar="FILE", help="swarm.toml with this machine's port")
@@ -170,6 +176,12 @@ def _status(options: argparse.Namespace) -> Coroutine[Any, Any, int]:
     from node.client_command import run_status
 
     return run_status(options)
+
+
+def _peers(options: argparse.Namespace) -> Coroutine[Any, Any, int]:
+    from node.client_command import run_peers
+
+    return run_peers(options)
 
 
 def _doctor(options: argparse.Namespace) -> Coroutine[Any, Any, int]:

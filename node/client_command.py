@@ -1,8 +1,9 @@
-"""``swarm-node ask`` and ``swarm-node status``: commands that ask a running node."""
+"""``swarm-node ask``, ``status`` and ``peers``: commands that ask a running node."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -11,10 +12,11 @@ from typing import Any
 import aiohttp
 from rich.console import Console
 
+from gossip.discovery import find
 from node.chat import ChatError, stream_chat
 from node.config import load_config
-from node.discovery import find_agents
 from node.errors import SwarmError
+from node.peers import print_peers
 from node.status import print_status
 
 _FIND_S = 3.0
@@ -53,6 +55,18 @@ async def run_status(options: argparse.Namespace) -> int:
     return 0 if document["ready"] else 3
 
 
+async def run_peers(options: argparse.Namespace) -> int:
+    """Shows how a node found the others and reaches them. Raises SwarmError."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
+        url = await _find_node(session, options)
+        document = await _get(session, f"{url}/peers")
+    if options.json:
+        print(json.dumps(document, indent=1))
+    else:
+        print_peers(document, Console(file=sys.stdout, highlight=False))
+    return 0
+
+
 async def _find_node(session: aiohttp.ClientSession, options: argparse.Namespace) -> str:
     """--url, else the node of this machine's configuration, else one that multicast DNS finds."""
     if options.url:
@@ -62,9 +76,11 @@ async def _find_node(session: aiohttp.ClientSession, options: argparse.Namespace
     local = f"http://{host}:{config.node.port}"
     if await _answers(session, local):
         return local
-    async for url in find_agents(config.swarm.name, _FIND_S):
-        if await _answers(session, url):
-            return url
+    async with contextlib.aclosing(find(config.swarm.name, _FIND_S)) as nodes:
+        async for found in nodes:
+            for address in found.addresses:
+                if await _answers(session, f"http://{address}"):
+                    return f"http://{address}"
     raise SwarmError(
         f"no node found: none answers at {local}, and none was announced on the network within {_FIND_S:.0f} s. "
         f"Start one with `swarm-node`, or name one with --url http://HOST:PORT"

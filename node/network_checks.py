@@ -16,10 +16,12 @@ from typing import Any
 import aiohttp
 import psutil
 
+from gossip.discovery import find
+from gossip.interfaces import local_addresses
 from node.auth import is_private
 from node.checks import Check
 from node.config import Config
-from node.discovery import find_agents, local_addresses
+from node.peering import interface_rules
 
 # Multicast DNS answers within a second; one lost packet is asked again after another.
 FIND_S = 3.0
@@ -70,18 +72,13 @@ def _bind_problem(host: str, port: int) -> OSError | None:
 
 def check_addresses(config: Config) -> Check:
     """The addresses that would be announced, and those left out."""
-    announced = local_addresses(config.swarm.interfaces, config.swarm.exclude_interfaces)
     if config.node.host == "loopback":
         return Check("addresses", "warning", "[node] host is loopback: no other machine reaches this node")
-    used: list[str] = []
-    left_out: list[str] = []
-    for interface, entries in psutil.net_if_addrs().items():
-        for entry in entries:
-            if entry.family not in (socket.AF_INET, socket.AF_INET6):
-                continue
-            address = entry.address.partition("%")[0]
-            (used if address in announced else left_out).append(f"{address} ({interface})")
-    found = f"announced: {', '.join(used) or 'none'}; left out: {', '.join(left_out) or 'none'}"
+    usable, left_out = local_addresses(interface_rules(config))
+    announced = [entry.address for entry in usable]
+    used = ", ".join(f"{entry.address} ({entry.interface})" for entry in usable) or "none"
+    others = ", ".join(f"{entry.address} ({entry.interface}: {entry.reason})" for entry in left_out) or "none"
+    found = f"announced: {used}; left out: {others}"
     unknown = {*config.swarm.interfaces, *config.swarm.exclude_interfaces} - set(psutil.net_if_addrs())
     if not announced:
         return Check(
@@ -101,9 +98,7 @@ def check_multicast(config: Config) -> Check:
     if config.node.host == "loopback":
         return Check("multicast", "ok", "not needed: [node] host is loopback")
     advice = "Nodes may not find each other by themselves: name one with --seed HOST:PORT"
-    addresses = [a for a in local_addresses(config.swarm.interfaces, config.swarm.exclude_interfaces) if ":" not in a][
-        :8
-    ]
+    addresses = [address for address in _announced(config) if ":" not in address][:8]
     problems = [f"{a}: {problem}" for a in addresses if (problem := multicast_problem(a)) is not None]
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
@@ -177,11 +172,11 @@ def _ufw_enabled(path: Path = Path("/etc/ufw/ufw.conf")) -> bool:
 
 async def check_peers(session: aiohttp.ClientSession, config: Config) -> Check:
     """Seeds, and peers that multicast DNS finds; and whether they answer."""
-    own = {_url(address, config.node.port) for address in [*local_addresses(), "127.0.0.1"]}
+    own = {_url(address, config.node.port) for address in [*_announced(config), "127.0.0.1"]}
     urls = {f"http://{seed}" for seed in config.swarm.seeds}
     if config.node.host != "loopback":
-        async for url in find_agents(config.swarm.name, FIND_S):
-            urls.add(url)
+        async for node in find(config.swarm.name, FIND_S, interfaces=interface_rules(config)):
+            urls.update(f"http://{address}" for address in node.addresses)
     others = sorted(urls - own)
     answers = await asyncio.gather(*(_get(session, f"{url}/health") for url in others))
     silent = [url for url, answer in zip(others, answers, strict=True) if answer is None]
@@ -191,6 +186,10 @@ async def check_peers(session: aiohttp.ClientSession, config: Config) -> Check:
         return Check("peers", "warning", f"{found}; without answer: {', '.join(silent)}", advice)
     advice = "" if others else "Start nodes on other machines; if they are not found, name one with --seed HOST:PORT"
     return Check("peers", "ok", f"{found} (found within {FIND_S:.0f} s)", advice)
+
+
+def _announced(config: Config) -> list[str]:
+    return [entry.address for entry in local_addresses(interface_rules(config))[0]]
 
 
 def _url(host: str, port: int) -> str:

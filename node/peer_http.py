@@ -16,7 +16,7 @@ import aiohttp
 from aiohttp import hdrs, web
 
 from node.auth import is_private
-from node.errors import NotAuthenticated
+from node.errors import NotAuthenticated, SwarmError
 from node.swarm_key import EMPTY_SHA256, STREAMED, Accepted, Challenges, Proof, SwarmKey, is_stale, nonce_of, prove
 
 PEER_PREFIX = "/swarm/"
@@ -24,6 +24,8 @@ NONCE_PATH = "/swarm/v1/nonce"
 # Queries for the router's llama-server: answers are passed on while they come.
 RELAY_PREFIX = "/swarm/v1/relay"
 
+# The layer programs of a model of 1,000 layers are some 2 MB.
+_REPLY_BYTES_MAX = 16 << 20
 # Spare nonces kept of each peer; they last half a minute, and a heartbeat a second uses them up.
 _NONCES_MAX = 4
 _PEERS_MAX = 256
@@ -37,13 +39,21 @@ class PeerClient:
         self._key = key.derive("control") if key is not None else None
         self._nonces: dict[str, deque[tuple[str, float]]] = {}
 
-    async def post(self, url: str, path: str, body: bytes) -> tuple[int, bytes]:
-        """Posts JSON; the reply's status and body. Raises aiohttp.ClientError, TimeoutError, NotAuthenticated."""
+    async def post(
+        self,
+        url: str,
+        path: str,
+        body: bytes,
+        *,
+        content_type: str = "application/json",
+        limit_bytes: int = _REPLY_BYTES_MAX,
+    ) -> tuple[int, bytes]:
+        """The reply's status and body. Raises aiohttp.ClientError, TimeoutError, NotAuthenticated, SwarmError."""
         for last_attempt in (False, True):
             proof = await self._prove(url, path, body)
-            headers = {hdrs.CONTENT_TYPE: "application/json"} | ({hdrs.AUTHORIZATION: proof.header} if proof else {})
+            headers = {hdrs.CONTENT_TYPE: content_type} | ({hdrs.AUTHORIZATION: proof.header} if proof else {})
             async with self._session.post(url + path, data=body, headers=headers) as response:
-                answer = await response.read()
+                answer = await _limited(response, url, limit_bytes)
                 self._keep(url, response.headers.get(hdrs.WWW_AUTHENTICATE))
                 if response.status == 401:
                     if not last_attempt and is_stale(response.headers.get(hdrs.WWW_AUTHENTICATE)):
@@ -93,6 +103,15 @@ class PeerClient:
         nonce = nonce_of(challenge)
         if nonce is not None and (url in self._nonces or len(self._nonces) < _PEERS_MAX):
             self._nonces.setdefault(url, deque(maxlen=_NONCES_MAX)).append((nonce, time.monotonic() + 20.0))
+
+
+async def _limited(response: aiohttp.ClientResponse, url: str, limit_bytes: int) -> bytes:
+    body = bytearray()
+    async for chunk in response.content.iter_any():
+        body += chunk
+        if len(body) > limit_bytes:
+            raise SwarmError(f"{url} answers with more than {limit_bytes} bytes")
+    return bytes(body)
 
 
 _CHECK = "swarm_body_check"

@@ -82,7 +82,7 @@ class Router(msgspec.Struct, frozen=True):
 
 
 class Record(msgspec.Struct, frozen=True):
-    """A node. ``sequence`` rises with every change within one ``boot``.
+    """A node. Which of two records is newer is for gossip to know (gossip/messages.py).
 
     ``expert_bytes_per_s``: expert weights that its device reads in a second (node/speed.py); 0: not known.
     """
@@ -91,11 +91,9 @@ class Record(msgspec.Struct, frozen=True):
     swarm: Name
     node: NodeId
     boot: Count
-    sequence: Count
     name: Name
     build: Text
     platform: Text
-    addresses: Annotated[tuple[Name, ...], Meta(max_length=16)]
     port: Port
     expert_port: Annotated[int, Meta(ge=0, le=65535)]
     devices: Annotated[tuple[Device, ...], Meta(max_length=16)]

@@ -21,27 +21,29 @@ if TYPE_CHECKING:
 
 
 def status_routes(agent: Agent) -> list[web.RouteDef]:
-    """``GET /status`` (JSON) and ``GET /metrics`` (Prometheus text)."""
+    """``GET /status`` and ``GET /peers`` (JSON), and ``GET /metrics`` (Prometheus text)."""
 
     async def status(request: web.Request) -> web.Response:
         return web.json_response(status_document(agent))
 
+    async def peers(request: web.Request) -> web.Response:
+        return web.json_response(agent.peering.document())
+
     async def metrics(request: web.Request) -> web.Response:
         return web.Response(body=metrics_text(agent).encode(), headers={"Content-Type": CONTENT_TYPE})
 
-    return [web.get("/status", status), web.get("/metrics", metrics)]
+    return [web.get("/status", status), web.get("/metrics", metrics), web.get("/peers", peers)]
 
 
 def status_document(agent: Agent) -> dict[str, Any]:
     """The swarm as this node sees it."""
     now_s = time.monotonic()
-    alive = agent.membership.alive(now_s)
     found = agent.routing_node()
     router = found[0].router if found is not None else None
     wanted = dict(router.plan.slices) if router is not None and router.plan is not None else {}
     nodes = [_node(agent.record(), "this node", 0.0, True, wanted)]
-    for node_id, peer in sorted(agent.membership.known().items(), key=lambda item: item[1].record.name):
-        nodes.append(_node(peer.record, peer.url, now_s - peer.heard_s, node_id in alive, wanted))
+    for peer in sorted(agent.membership.known(now_s).values(), key=lambda peer: peer.record.name):
+        nodes.append(_node(peer.record, peer.url, peer.silent_s, peer.alive, wanted))
     model = found[0].model if found is not None else None
     return {
         "swarm": agent.config.swarm.name,

@@ -24,7 +24,7 @@ from typing import Final, Literal
 
 from node.errors import NotAuthenticated, SwarmKeyError
 
-Purpose = Literal["call", "control"]
+Purpose = Literal["call", "control", "gossip"]
 
 EMPTY_SHA256: Final = hashlib.sha256().hexdigest()
 # Stands in a reply's proof for a body that is streamed, whose hash nobody knows when the headers go out.
