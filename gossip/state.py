@@ -44,3 +44,8 @@ def first_version(boot: int, random: Random) -> int:
     By chance: if the boot counter was lost, records of an earlier life with other contents must not have the same versions.
     """
     return first_counter(boot) + random.randrange(_PER_BOOT // 2)
+
+
+def boot_of(counter: int) -> int:
+    """The boot in which a counter had this value."""
+    return counter // _PER_BOOT

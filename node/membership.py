@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from gossip.core import Gossip
 from gossip.members import Member
-from gossip.state import NodeId, Status
+from gossip.state import NodeId, Status, boot_of
 from node.records import Record, RecordError, decode
 
 # A node that was away for longer is no longer planned with; until then its slices wait for it.
@@ -69,7 +69,9 @@ class Membership:
             if entry is None or member.address is None or not _counts(member, now_s):
                 continue
             silent_s = now_s - (member.heard_s if member.heard_s is not None else member.since_s)
-            peers[member.node.hex()] = Peer(entry[1], f"http://{member.address}", member.is_live, max(0.0, silent_s))
+            # What it had ready before it was started again is gone, whatever its last record says.
+            alive = member.is_live and boot_of(entry[0]) >= boot_of(member.incarnation)
+            peers[member.node.hex()] = Peer(entry[1], f"http://{member.address}", alive, max(0.0, silent_s))
         return peers
 
     def alive(self, now_s: float) -> dict[str, Peer]:

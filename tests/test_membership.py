@@ -11,7 +11,7 @@ from gossip.core import Gossip
 from gossip.events import Ask, Change, Notify, Received, Replied, Tick
 from gossip.messages import Kind, Packet, PullReply, PullRequest, Update
 from gossip.messages import Record as Envelope
-from gossip.state import NodeId, Status
+from gossip.state import NodeId, Status, first_counter
 from node.membership import FORGET_AFTER_S, Membership
 from node.records import VERSION, Record, encode
 
@@ -119,6 +119,17 @@ def test_the_dead_keep_their_slices_for_a_while_and_who_leaves_does_not() -> Non
     assert rig.membership.known(rig.now_s)[OTHER.hex()].alive
     rig.tell(Status.LEFT, incarnation=6)
     assert rig.membership.known(rig.now_s) == {}
+
+
+def test_a_node_that_was_started_again_is_not_alive_by_its_old_record() -> None:
+    rig = Rig()
+    rig.hear(encode(_record()), version=first_counter(1) + 1, incarnation=first_counter(1))
+    assert len(rig.membership.alive(rig.now_s)) == 1
+    rig.hear(b"", version=first_counter(2) + 1, incarnation=first_counter(2))
+    assert not rig.membership.known(rig.now_s)[OTHER.hex()].alive
+    rig.wait(1.0)  # the pull is tried again
+    rig.hear(encode(_record()), version=first_counter(2) + 2, incarnation=first_counter(2))
+    assert rig.membership.known(rig.now_s)[OTHER.hex()].alive
 
 
 def test_what_gossip_forgets_is_forgotten() -> None:
