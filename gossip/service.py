@@ -85,7 +85,10 @@ class _Protocol(asyncio.DatagramProtocol):
 
 
 class Service:
-    """One node's gossip. ``key``: 32 bytes or None. ``on_change`` is called on the loop and must not block."""
+    """One node's gossip. ``key``: 32 bytes or None. ``on_change`` is called on the loop and must not block.
+
+    ``accepts``: whether packets from a host are looked at; None: all are.
+    """
 
     def __init__(
         self,
@@ -96,6 +99,7 @@ class Service:
         boot: int,
         ask: AskPeer,
         on_change: Callable[[Notify], None],
+        accepts: Callable[[str], bool] | None = None,
         settings: Settings | None = None,
     ) -> None:
         self.settings = settings or Settings()
@@ -103,6 +107,7 @@ class Service:
         self.statistics = Statistics()
         self.wrong_keys: dict[str, str] = {}  # host → what is wrong
         self._envelope = Envelope(swarm, key)
+        self._accepts = accepts
         self._ask_peer = ask
         self._on_change = on_change
         self._transports: dict[socket.AddressFamily, asyncio.DatagramTransport] = {}
@@ -170,6 +175,9 @@ class Service:
         try:
             source = normalised(_scoped(addr), addr[1])
         except GossipError:
+            return
+        if self._accepts is not None and not self._accepts(source.host):
+            self.statistics.foreign += 1
             return
         try:
             packet = decode_packet(self._envelope.open(data))

@@ -61,6 +61,15 @@ class Membership:
         """Why a member is given no work; empty if it is."""
         return self._refused.get(node, "")
 
+    def knows(self, node: NodeId) -> bool:
+        """Whether there is a record of the node that could be read."""
+        return node in self._records
+
+    def name(self, node: NodeId) -> str:
+        """What a member is called, or its id while that is not known."""
+        entry = self._records.get(node)
+        return node.hex() if entry is None else entry[1].name
+
     def known(self, now_s: float) -> Mapping[str, Peer]:
         """Peers by node id: the live ones, and those that went without a goodbye less than FORGET_AFTER_S ago."""
         peers = {}

@@ -24,6 +24,8 @@ from gossip.interface_watch import watch_interfaces
 from gossip.interfaces import InterfaceRules, LocalAddress, local_addresses
 from gossip.messages import REPLY_BYTES_MAX, REQUEST_BYTES_MAX
 from gossip.service import Service
+from gossip.state import NodeId
+from node.auth import is_private
 from node.config import Config
 from node.errors import SwarmError
 from node.identity import Identity
@@ -61,6 +63,7 @@ class Peering:
         self._client: PeerClient | None = None
         self._port = config.node.port
         self._announced: dict[str, tuple[Address, ...]] = {}
+        self._unnamed: set[NodeId] = set()  # members that came and whose record is awaited
         self._rules = interface_rules(config)
         self.addresses: tuple[LocalAddress, ...] = self._own_addresses()
         self._discovery: Discovery | None = None
@@ -72,6 +75,8 @@ class Peering:
             boot=identity.boot,
             ask=self._ask,
             on_change=self._changed,
+            # Whoever has the key may be anywhere; without one, a swarm is for the networks at home.
+            accepts=None if key is not None else is_private,
         )
         self.membership = Membership(self.service.core, config.swarm.name)
 
@@ -121,8 +126,9 @@ class Peering:
     # --- this machine
 
     def _own_addresses(self) -> tuple[LocalAddress, ...]:
-        if self._config.node.host not in ("lan", "loopback"):
-            return (LocalAddress(self._config.node.host, "", 0),)
+        host = {"loopback": "127.0.0.1"}.get(self._config.node.host, self._config.node.host)
+        if host != "lan":
+            return (LocalAddress(host, "", 0),)
         return tuple(local_addresses(self._rules)[0])
 
     def _interfaces_changed(self, addresses: Sequence[LocalAddress]) -> None:
@@ -200,22 +206,28 @@ class Peering:
         return web.Response(body=reply, content_type=CONTENT_TYPE)
 
     def _changed(self, notify: Notify) -> None:
-        name = self._name(notify)
-        if notify.change is Change.RECORD:
-            self.membership.record_changed(notify.node)
-            refusal = self.membership.refusal(notify.node)
+        node, change = notify.node, notify.change
+        if change is Change.RECORD:
+            self.membership.record_changed(node)
+            refusal = self.membership.refusal(node)
             if refusal:
-                log.warning("%s is given no work: %s", name, refusal)
-        elif notify.change is Change.FORGOTTEN:
-            self.membership.forgotten(notify.node)
-        elif notify.change in (Change.DIED, Change.LEFT):
-            log.warning("%s %s", name, "does not answer any more" if notify.change is Change.DIED else "said goodbye")
-        elif notify.change is Change.JOINED:
-            log.info("%s is there (%s)", name, notify.detail)
+                log.warning("%s is given no work: %s", self.membership.name(node), refusal)
+            elif node in self._unnamed:
+                log.info("%s is there", self.membership.name(node))
+            self._unnamed.discard(node)
+        elif change is Change.JOINED:
+            if self.membership.knows(node):
+                log.info("%s is there again", self.membership.name(node))
+            else:  # said once its record tells what it is called
+                self._unnamed.add(node)
+            log.debug("node %s: %s", node.hex(), notify.detail)
+        elif change is Change.DIED:
+            log.warning("%s does not answer any more", self.membership.name(node))
+        elif change is Change.LEFT:
+            log.info("%s said goodbye", self.membership.name(node))
+        elif change is Change.FORGOTTEN:
+            self._unnamed.discard(node)
+            self.membership.forgotten(node)
         else:
-            log.debug("%s: %s %s", name, notify.change.value, notify.detail)
+            log.debug("%s: %s %s", self.membership.name(node), change.value, notify.detail)
         self._on_news()
-
-    def _name(self, notify: Notify) -> str:
-        peer = self.membership.known(time.monotonic()).get(notify.node.hex())
-        return peer.record.name if peer is not None else notify.node.hex()
