@@ -194,7 +194,10 @@ class Agent:
                     await self._follow_plan()
                     self._problem = ""
                 except (SwarmError, aiohttp.ClientError, OSError, TimeoutError) as error:
-                    self._problem = str(error) or type(error).__name__
+                    problem = str(error) or type(error).__name__
+                    if problem != self._problem:
+                        log.warning("this node holds no experts: %s", problem)
+                    self._problem = problem
 
     def _elect(self, folder: Path) -> None:
         own = self.record()
@@ -259,9 +262,11 @@ class Agent:
         index = known[0] if known else await find_model(self.local_models, plan.model)
         self._found = index
         if index is None:
+            name = record.model.file if record.model is not None else f"model {plan.model}"
+            folders = ", ".join(map(str, self.local_models.folders_searched()))
             raise ModelError(
-                f"the router serves model {plan.model} ({record.model.file if record.model else 'unknown file'}), which is "
-                f"in none of this node's model folders. Put the file there, or name it with --model"
+                f"the router serves {name}, which is in none of this node's model folders ({folders}). Put the file into one "
+                f"of them, or start this node with --model, as the router was"
             )
         self.holder.want(index, await self._programs_of(index, url), mine)
 
@@ -371,6 +376,8 @@ class Agent:
         nodes = f"{alive} node{'s' * (alive > 1)}"
         found = self.routing_node()
         if found is None or found[0].router is None:
+            if self.served is not None:
+                return f"{nodes}; the router is being elected"
             return f"{nodes}; no model yet: start a node with --model FILE"
         record, router = found[0], found[0].router
         assert router is not None

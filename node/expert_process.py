@@ -22,6 +22,7 @@ from node import wire
 from node.counters import Counters
 from node.errors import ExpertProcessError, ExpertProcessExited, ExpertProcessGaveUp, SwarmError
 from node.parent_death import child_environment
+from node.paths import PYTHON_MODULE
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class ExpertProcess:
         device: str = "auto",
         threads: int = 0,
         max_rows: int = 512,
-        command: Sequence[str] = (sys.executable, "-m", "node.expert_server"),
+        command: Sequence[str] = (*PYTHON_MODULE, "node.expert_server"),
         environment: Mapping[str, str] | None = None,
         stderr: Path | None = None,
         on_event: Callable[[ProcessEvent], None] | None = None,

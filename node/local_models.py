@@ -72,15 +72,19 @@ class LocalModels:
                 log.warning("model file %s cannot be read: %s", path, error)
         return found
 
-    def _files(self) -> list[Path]:
+    def folders_searched(self) -> list[Path]:
+        """Where model files are looked for."""
         configured = Path(self.configured).expanduser() if self.configured not in ("", "demo") else None
         folders = [configured] if configured is not None and configured.is_dir() else []
         if configured is not None and configured.is_file():
             folders.append(configured.parent)
-        files: list[Path] = []
         with contextlib.suppress(OSError):  # the current folder may have been removed
             folders += [Path.cwd(), Path.cwd() / "models"]
-        for folder in [*folders, *self.folders, Path.home() / "models", cache_dir()]:
+        return list(dict.fromkeys([*folders, *self.folders, Path.home() / "models", cache_dir()]))
+
+    def _files(self) -> list[Path]:
+        files: list[Path] = []
+        for folder in self.folders_searched():
             if folder.is_dir():
                 files += sorted(folder.glob("*.gguf"))
         return list(dict.fromkeys(path.resolve() for path in files))[:FILES_MAX]

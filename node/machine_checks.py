@@ -17,6 +17,7 @@ from node.checks import Check
 from node.config import Config
 from node.identity import state_root
 from node.memory_limit import free_memory_bytes, memory_limit
+from node.paths import PYTHON_MODULE
 
 # The first use of a GPU may compile its kernels.
 _FFN_TIMEOUT_S = 90.0
@@ -89,7 +90,7 @@ async def check_ffn(config: Config) -> Check:
     """An expert FFN on the chosen device gives the numbers of the NumPy reference."""
     # In a process of its own: a driver that fails may take the process with it.
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "node.machine_checks", config.experts.device),
+        *(*PYTHON_MODULE, "node.machine_checks", config.experts.device),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

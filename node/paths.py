@@ -6,6 +6,10 @@ import os
 import sys
 from pathlib import Path
 
+#: Starts a module of this program, its name to follow. With -P, since nodes are started in folders of models, which others may
+#: write to: a numpy.py there is none of this program's business.
+PYTHON_MODULE = (sys.executable, "-P", "-m")
+
 
 def cache_dir() -> Path:
     """Folder for what can be made or fetched again (not created by this call).

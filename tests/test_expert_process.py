@@ -20,6 +20,7 @@ from node import expert_process, wire
 from node.errors import ExpertProcessError, ExpertProcessExited, ExpertProcessGaveUp
 from node.expert_process import ExpertProcess, ProcessEvent
 from node.parent_death import child_environment
+from node.paths import PYTHON_MODULE
 
 pytestmark = pytest.mark.slow
 
@@ -327,3 +328,12 @@ async def test_calls_reach_it_at_the_port_it_reports() -> None:
     async with server(order()) as process, aiohttp.ClientSession() as session:
         assert url(process).endswith(f":{process.port}/v1/ffn") and process.listening["devices"][0]["type"] == "cpu"
         assert isinstance(await post(session, process, call()), wire.CallReply)
+
+
+def test_python_files_in_the_current_folder_are_not_run(tmp_path: Path) -> None:
+    """Nodes are started in folders of models, which may be shared."""
+    (tmp_path / "numpy.py").write_text("raise SystemExit(7)")
+    unsafe = [argument for argument in PYTHON_MODULE if argument != "-P"]
+    for command, status in ((unsafe, 7), (PYTHON_MODULE, 0)):
+        done = subprocess.run([*command, "node.expert_server", "--help"], cwd=tmp_path, capture_output=True)
+        assert done.returncode == status, done.stderr
