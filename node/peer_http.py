@@ -26,7 +26,7 @@ RELAY_PREFIX = "/swarm/v1/relay"
 
 # The layer programs of a model of 1,000 layers are some 2 MB.
 _REPLY_BYTES_MAX = 16 << 20
-# Spare nonces kept of each peer; they last half a minute, and a heartbeat a second uses them up.
+# Spare nonces kept of each peer; they last half a minute, and in a small swarm gossip asks each peer about as often.
 _NONCES_MAX = 4
 _PEERS_MAX = 256
 

@@ -1,6 +1,6 @@
 """What a node tells the others about itself. Only the node itself writes its record; everything in it is bounded.
 
-JSON in protocol version 1 (docs/protocol.md, "Heartbeat"). Unknown fields are ignored.
+JSON in protocol version 1 (docs/protocol.md, "Between agents"). Unknown fields are ignored.
 """
 
 from __future__ import annotations

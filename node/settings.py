@@ -100,7 +100,8 @@ def _swarm_key(text: str) -> str | None:
 
 
 _API_KEY_FORM = "8 to 256 visible ASCII characters"
-_INTERFACE_FORM = "names of network interfaces, such as eth0"
+_INTERFACE_FORM = "names of network interfaces, or patterns such as br-*"
+_INTERFACE = _matching(r"[A-Za-z0-9._:@*?-]{1,64}", _INTERFACE_FORM)
 
 _OURS = "is set by swarm-node itself"
 # llama-server's flags that would take a node's safety or the swarm itself apart, or that have a setting of their own.
@@ -182,12 +183,12 @@ class SwarmSettings:
     )
     interfaces: tuple[str, ...] = _setting(
         (),
-        TextList(_INTERFACE_FORM, _matching(r"[A-Za-z0-9._:@-]{1,64}", _INTERFACE_FORM)),
+        TextList(_INTERFACE_FORM, _INTERFACE),
         "Network interfaces to use. Empty: all of them.",
     )
     exclude_interfaces: tuple[str, ...] = _setting(
         (),
-        TextList(_INTERFACE_FORM, _matching(r"[A-Za-z0-9._:@-]{1,64}", _INTERFACE_FORM)),
+        TextList(_INTERFACE_FORM, _INTERFACE),
         "Network interfaces not to use, such as those of a VPN.",
     )
 
