@@ -14,7 +14,7 @@ from gossip.messages import Kind, Update
 from gossip.state import NodeId, Status, supersedes
 from gossip.suspicion import Suspicion
 
-_REAP_EVERY_S = 1.0
+_REAP_EVERY_S = 5.0
 
 
 class Beliefs:
@@ -55,7 +55,8 @@ class Beliefs:
                 local.send(source, local.packet(Kind.NEWS, first=accusation))
             return
         member.heard_s = now_s
-        if source is not None:
+        if source is not None and (member.incarnation, member.version) == (incarnation, version):
+            # Not where something old comes from: anybody can repeat what it once said.
             member.paths.add(source, "it called")
         believed = member.update()
         if source is not None and (believed.incarnation, believed.status, believed.version) != (
@@ -90,15 +91,22 @@ class Beliefs:
 
     def merge(self, now_s: float, update: Update, source: Address | None, how: str = "another member told") -> None:
         """The greater of two beliefs holds, whoever tells it and however often."""
+        node = NodeId(update.node)
+        member = self._local.members.get(node)
+        if (
+            member is not None
+            and update.incarnation == member.incarnation
+            and update.version == member.version
+            and update.status == member.status != Status.SUSPECT
+        ):
+            return  # no news, which is most of it
         if update.incarnation > CREDIBLE_MAX or update.version > CREDIBLE_MAX:
             return
-        node = NodeId(update.node)
-        if node == self._local.node:
-            self._merge_own(update)
-            return
-        member = self._local.members.get(node)
         if member is None:
-            self._meet(now_s, update, source, how)
+            if node == self._local.node:
+                self._merge_own(update)
+            else:
+                self._meet(now_s, update, source, how)
             return
         if update.version > member.version:
             self._set(now_s, member, member.incarnation, member.status, update.version)
@@ -148,23 +156,23 @@ class Beliefs:
         self._set(now_s, member, update.incarnation, status, member.version)
         local.news.add(member.node)
         member.suspicion = None
+        if status > Status.SUSPECT:
+            local.ring.remove(member.node)
+            if before <= Status.SUSPECT:
+                local.notify(Change.DIED if status is Status.DEAD else Change.LEFT, member.node)
+            return
+        if before > Status.SUSPECT:
+            local.ring.add(member.node)
+            local.notify(Change.JOINED, member.node, "it came back")
+            if not member.has_newest_record:
+                self._fetcher.want(now_s, member, None)
         if status is Status.SUSPECT:
             self._begin_suspicion(now_s, member, update)
             if before is not Status.SUSPECT:
                 accusers = ", ".join(NodeId(accuser).hex() for accuser in update.accusers)
                 local.notify(Change.SUSPECTED, member.node, f"by {accusers}")
-        elif status is Status.ALIVE:
-            local.ring.add(member.node)
-            if before is Status.SUSPECT:
-                local.notify(Change.CLEARED, member.node)
-            elif before is not Status.ALIVE:
-                local.notify(Change.JOINED, member.node, "it came back")
-                if not member.has_newest_record:
-                    self._fetcher.want(now_s, member, None)
-        else:
-            local.ring.remove(member.node)
-            if before <= Status.SUSPECT:
-                local.notify(Change.DIED if status is Status.DEAD else Change.LEFT, member.node)
+        elif before is Status.SUSPECT:
+            local.notify(Change.CLEARED, member.node)
 
     def _set(self, now_s: float, member: Member, incarnation: int, status: Status, version: int) -> None:
         self._local.members.change(member, now_s, incarnation=incarnation, status=status, version=version)
@@ -175,7 +183,6 @@ class Beliefs:
         suspicion = member.suspicion = Suspicion(now_s, {NodeId(accuser) for accuser in update.accusers[:1]})
         for accuser in update.accusers[1:]:
             suspicion.confirm(NodeId(accuser), self._local.settings)
-        self._local.ring.add(member.node)
         self._set_timer(member, suspicion)
 
     def _set_timer(self, member: Member, suspicion: Suspicion) -> None:

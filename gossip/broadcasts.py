@@ -5,7 +5,7 @@ The queue holds only *whose* state changed; what is sent is the state at that mo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from itertools import islice
 
 from gossip.state import NodeId
 
@@ -31,25 +31,21 @@ class Broadcasts:
         if level is not None:
             del self._levels[level][node]
 
-    def pick(self, limit: int, transmits: int) -> Iterator[NodeId]:
+    def pick(self, limit: int, transmits: int) -> list[NodeId]:
         """Up to ``limit`` members, least-sent first, newest first among these; each counts as sent once more."""
-        chosen: list[NodeId] = []
-        for level in self._levels:
-            if len(chosen) >= limit:
-                break
-            for node in reversed(level):
-                chosen.append(node)
-                if len(chosen) >= limit:
-                    break
-        for node in chosen:
-            level_before = self._level_of[node]
-            self.discard(node)
-            if level_before + 1 < transmits:
-                self._put(node, level_before + 1)
-        yield from chosen
+        chosen: list[tuple[NodeId, int]] = []
+        for number, level in enumerate(self._levels):
+            chosen += [(node, number) for node in islice(reversed(level), limit - len(chosen))]
+        for node, number in chosen:
+            del self._levels[number][node]
+            if number + 1 < transmits:
+                self._put(node, number + 1)
+            else:
+                del self._level_of[node]
+        return [node for node, _ in chosen]
 
-    def _put(self, node: NodeId, level: int) -> None:
-        while len(self._levels) <= level:
+    def _put(self, node: NodeId, number: int) -> None:
+        if len(self._levels) <= number:
             self._levels.append({})
-        self._levels[level][node] = None
-        self._level_of[node] = level
+        self._levels[number][node] = None
+        self._level_of[node] = number

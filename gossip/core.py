@@ -231,9 +231,11 @@ class Gossip:
             self._prober.not_reached(packet)
 
     def _received_own(self, now_s: float, packet: Packet, source: Address) -> None:
-        if packet.kind == Kind.PING and self._local.was_sent(packet.sequence):
+        if packet.kind not in (Kind.PING, Kind.PING_REQUEST):
+            return
+        if self._local.was_sent(packet.sequence):
             self._pings.came_back(now_s, packet, source)
-        elif packet.kind in (Kind.PING, Kind.PING_REQUEST) and packet.incarnation >= self._local.first_incarnation:
+        elif packet.incarnation >= self._local.first_incarnation:  # not of this node's life before
             self.twin = source
 
     def _acknowledgement(self, ping: Packet) -> Packet:

@@ -15,7 +15,7 @@ from gossip.state import NodeId, Status
 from gossip.suspicion import Suspicion
 
 
-@dataclass
+@dataclass(slots=True)
 class Member:
     """Another node. ``version``: of the newest record heard of; ``record``: the newest one held.
 
@@ -176,14 +176,15 @@ class Members:
 
     def hash(self, own: Update) -> bytes:
         """Of the live members that are not hearsay, and ``own``: equal in nodes that agree on incarnations and versions."""
-        return (self._hash ^ _fingerprint(own)).to_bytes(16, "big")
+        return (self._hash ^ fingerprint(own)).to_bytes(16, "big")
 
     def _toggle(self, member: Member) -> None:
         if member.is_live and member.record is not None:
-            self._hash ^= _fingerprint(member)
+            self._hash ^= fingerprint(member)
 
 
-def _fingerprint(member: Member | Update) -> int:
+def fingerprint(member: Member | Update) -> int:
+    """Of who it is and what is known of it, 128 bits."""
     # A suspicion is underway or refuted within seconds: it is not worth comparing whole views for.
     text = member.node + member.incarnation.to_bytes(8, "big") + member.version.to_bytes(8, "big")
     return int.from_bytes(hashlib.blake2b(text, digest_size=16).digest(), "big")

@@ -12,7 +12,7 @@ from gossip.address import Address
 from gossip.limits import PATHS_MAX
 
 
-@dataclass
+@dataclass(slots=True)
 class Path:
     """One address. ``answered_s`` and ``failed_s``: when it last did, None: never. ``rtt_s`` of the last answer."""
 
@@ -64,6 +64,7 @@ class Paths:
             path = self._paths[address]
             if address not in addresses and (path.source == "its record" or path.failures):
                 del self._paths[address]
+        self._make_room(addresses)
         for address in addresses:
             self.add(address, "its record")
         usable = [address for address in addresses if not self._paths[address].failures and not _is_link_local(address)]
@@ -82,6 +83,8 @@ class Paths:
         current = self._paths.get(self.current) if self.current is not None else None
         if current is None or current.answered_s is None or current.failures or _is_worse(current.address, address):
             self.current = address
+        if address in self._listed and len(self._paths) > len(self._listed):
+            self._drop_former()
 
     def answered_tcp(self, address: Address) -> None:
         """The member answered there, but not by UDP."""
@@ -102,6 +105,20 @@ class Paths:
         others = [path for path in self.all() if path.address != self.current]
         others.sort(key=lambda path: (path.failures, path.failed_s or 0.0))
         return [path.address for path in others[:count]]
+
+    def _make_room(self, addresses: tuple[Address, ...]) -> None:
+        # Anybody can repeat a member's packets from any number of ports: those must not keep its own addresses out.
+        others = [path for path in self._paths.values() if path.address not in addresses]
+        others.sort(key=lambda path: float("-inf") if path.answered_s is None else path.answered_s)
+        for path in others[: max(0, len(others) + len(addresses) - PATHS_MAX)]:
+            del self._paths[path.address]
+
+    def _drop_former(self) -> None:
+        # Where it was before it moved: it says so, and answers at an address of its own. Link-local ones are in no record.
+        for path in list(self._paths.values()):
+            silent = path.failures or (path.answered_s is None and not _is_link_local(path.address))
+            if silent and path.address not in self._listed:
+                del self._paths[path.address]
 
     def _best(self) -> Address | None:
         paths = self.all()

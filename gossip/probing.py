@@ -74,7 +74,7 @@ class Prober:
         for _ in range(len(self._local.ring)):
             node = self._local.ring.next()
             member = self._local.members.get(node) if node is not None else None
-            if member is not None and not member.is_hearsay:
+            if member is not None and (member.address is not None or not member.is_hearsay):
                 return member
         return None
 

@@ -58,10 +58,11 @@ class ProbeRing:
 
     def sample(self, count: int, without: NodeId | None = None) -> list[NodeId]:
         """Up to ``count`` different random members."""
-        if len(self._order) <= count:
-            return [node for node in self._order if node != without]
+        if len(self._order) <= 4 * count:
+            others = [node for node in self._order if node != without]
+            return self._random.sample(others, min(count, len(others)))
         chosen: list[NodeId] = []
-        # Few of many: drawing again is cheaper than copying the list, and n > count makes it end soon.
+        # Few of many: drawing again is cheaper than copying the list.
         for _ in range(4 * count):
             node = self._order[int(self._random.random() * len(self._order))]
             if node != without and node not in chosen:

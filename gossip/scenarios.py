@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from gossip.events import Change, Notify
 from gossip.invariants import Invariants
@@ -23,6 +24,9 @@ CALM_S = 90.0
 LOSS_ANY, LOSS_SMALL, SMALL = 0.05, 0.10, 10
 
 _JOIN_S = 60.0
+# Until the news of the start is told: all of n nodes send n pieces 4·log10 n times, 20 in a packet, 15 packets a second.
+_QUIET_S = 300.0
+_NEWS_QUIET = 3
 _CUT_S = 60.0
 _PAUSE_S = 45.0  # of a laptop's lid, or SIGSTOP (SCENARIOS DISC-6)
 _RECORD_CHANGES = 20
@@ -178,6 +182,7 @@ def steady(run: Run) -> None:
     """Nothing happens."""
     run.start_all()
     simulation, n = run.simulation, len(run.simulation.nodes)
+    run.wait(partial(_is_quiet, run), _QUIET_S, "news of the start is still told")
     packets, size = sum(node.packets for node in simulation.nodes), sum(node.bytes for node in simulation.nodes)
     begun_s = time.process_time()
     duration_s = 60 * run.options.minutes
@@ -188,6 +193,10 @@ def steady(run: Run) -> None:
     run.check_deaths()
 
 
+def _is_quiet(run: Run) -> bool:
+    return all(node.core is None or node.core.sizes.news <= _NEWS_QUIET for node in run.simulation.nodes)
+
+
 def crash(run: Run) -> None:
     """Nodes end without a word, one after the other."""
     run.start_all()
@@ -195,10 +204,9 @@ def crash(run: Run) -> None:
     for _ in range(_CRASHES):
         run.simulation.run(run.simulation.random.uniform(1, 5))
         node = run.any_node()
-        gone = node.id
         run.simulation.crash(node)
         run.figures.detection_s.append(
-            run.wait(lambda gone=gone: run.simulation.all_know_gone(gone), limit_s, "a crash is not known to all")  # type: ignore[misc]
+            run.wait(partial(run.simulation.all_know_gone, node.id), limit_s, "a crash is not known to all")
         )
         run.restart(node)
         run.settle(HEAL_S, "after a crashed node came back")
@@ -303,10 +311,9 @@ def leave(run: Run) -> None:
     run.start_all()
     for _ in range(_CRASHES):
         node = run.any_node()
-        gone = node.id
         run.simulation.leave(node)
         run.figures.leave_s.append(
-            run.wait(lambda gone=gone: run.simulation.all_know_gone(gone), CALM_S, "a goodbye is not known to all")  # type: ignore[misc]
+            run.wait(partial(run.simulation.all_know_gone, node.id), CALM_S, "a goodbye is not known to all")
         )
         run.restart(node)
         run.settle(HEAL_S, "after one came back")
@@ -320,7 +327,7 @@ def record_change(run: Run) -> None:
         node = run.any_node()
         run.simulation.publish(node, run.simulation.random.randbytes(2000))
         run.figures.record_s.append(
-            run.wait(lambda node=node: run.simulation.all_know_record(node), HEAL_S, "a record is not known to all")  # type: ignore[misc]
+            run.wait(partial(run.simulation.all_know_record, node), HEAL_S, "a record is not known to all")
         )
     run.check_deaths()
 

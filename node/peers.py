@@ -26,6 +26,7 @@ def peers_document(
     """Members, candidates, this node's own addresses, and what gossip counted. Times in seconds."""
     core = service.core
     known = membership.known(now_s)
+    live_hosts = {member.address.host for member in core.members if member.is_live and member.address is not None}
     found_by = {candidate.member: candidate.source for candidate in core.candidates if candidate.member is not None}
     return {
         "node": core.node.hex(),
@@ -45,6 +46,11 @@ def peers_document(
             if candidate.member is None
         ],
         "incompatible": [{"host": host, "version": version} for host, version in core.incompatible.items()],
+        "other_keys": [
+            {"host": host, "problem": problem}
+            for host, problem in service.wrong_keys.items()
+            if host not in live_hosts  # it has the key by now
+        ],
         "twin": None if core.twin is None else str(core.twin),
         "health": core.health.score,
         "statistics": asdict(service.statistics),
@@ -119,6 +125,11 @@ def print_peers(document: dict[str, Any], console: Console) -> None:
         console.print(
             f"  [red]{escape(host['host'])} speaks gossip version {host['version']}[/]: it is given no work. "
             f"Update the older of the two programs."
+        )
+    for host in document["other_keys"]:
+        console.print(
+            f"  [red]{escape(host['host'])} calls itself of this swarm, but {escape(host['problem'])}[/]: one swarm has one "
+            f"`\\[swarm] key`."
         )
     statistics = document["statistics"]
     if statistics["foreign"]:

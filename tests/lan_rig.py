@@ -55,11 +55,13 @@ class Host:
             **(extra or {}),
         }
 
-    def start(self, *arguments: str, cwd: Path, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
-        """Starts an agent; its output goes to the host's log."""
+    def start(
+        self, *arguments: str, cwd: Path, env: dict[str, str] | None = None, prefix: Sequence[str] = ()
+    ) -> subprocess.Popen[bytes]:
+        """Starts an agent, by what ``prefix`` runs; its output goes to the host's log."""
         with (self.folder / "log").open("ab") as log:
             process = subprocess.Popen(
-                self.command(*NODE_COMMAND, *arguments),
+                self.command(*prefix, *NODE_COMMAND, *arguments),
                 cwd=cwd,
                 env=self.environment(env),
                 stdin=subprocess.DEVNULL,
