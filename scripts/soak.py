@@ -13,8 +13,40 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
 import test_expert_server  # noqa: E402
+import test_gossip_machine  # noqa: E402
 import test_wire  # noqa: E402
 from server_rig import order, server  # noqa: E402
+
+#: What the tests do with fewer seeds, and swarms of 1,000.
+GOSSIP = (
+    "--scenario crash --nodes 100 --seeds 20",
+    "--scenario cut-and-heal --nodes 100 --seeds 20",
+    "--scenario one-way-cut --nodes 100 --seeds 20",
+    "--scenario steady --nodes 100 --seeds 20 --loss 0.05",
+    "--scenario record-change --nodes 100 --seeds 20",
+    "--scenario random --nodes 100 --seeds 5 --loss 0.02",
+    "--scenario steady --nodes 1000 --minutes 2 --no-checks",
+    "--scenario crash --nodes 1000 --no-checks",
+    "--scenario record-change --nodes 1000 --no-checks",
+    "--scenario cut-and-heal --nodes 1000 --no-checks",
+)
+
+
+def simulate(arguments: str) -> None:
+    """Simulated swarms; their figures go to stdout."""
+    subprocess.run([sys.executable, "-m", "gossip.simulate", *arguments.split()], cwd=ROOT, check=True)
+
+
+def swarms_under_fire(seconds: float, seed: int) -> int:
+    """Random faults in small swarms, for so long; how many."""
+    end_s = time.monotonic() + seconds
+    first = seed
+    while seed == first or time.monotonic() < end_s:
+        simulate(
+            f"--scenario random --nodes {2 + seed % 12} --seed {seed} --loss 0.03 --duplicates 0.02 --jitter-ms 50"
+        )
+        seed += 1
+    return seed - first
 
 
 async def fuzz_server(seconds: float, seed: int) -> int:
@@ -41,6 +73,10 @@ def main() -> None:
     print(f"seed {options.seed}")
     print("decoder fuzz:", test_wire.fuzz(seconds, options.seed), "mutants accepted")
     print("server fuzz:", asyncio.run(fuzz_server(seconds, options.seed)), "mutants computed")
+    for arguments in GOSSIP:
+        simulate(arguments)
+    print("swarms under fire:", swarms_under_fire(seconds, options.seed))
+    test_gossip_machine.hunt(examples=2000, steps=60)
     print("faults, over and over:", repeat("tests/test_faults.py", seconds), "rounds")
     print("exactness, over and over:", repeat("tests/test_exactness.py", seconds), "rounds")
 
