@@ -6,17 +6,11 @@ The demo model runs whole in one llama-server, without the swarm: what the exper
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import os
-import re
 import socket
 import struct
-import subprocess
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import aiohttp
@@ -24,59 +18,27 @@ import anthropic
 import openai
 import pytest
 import pytest_asyncio
+from api_cases import (
+    ANTHROPIC_CHECKS,
+    ASK,
+    ASK_ANTHROPIC,
+    CASES,
+    CHAT,
+    NOVEL,
+    OPENAI_CHECKS,
+    STOPS,
+    STORY,
+    check_stop,
+    normalised,
+)
 from door_rig import Node, node
 from fake_llama_server import fake_llama_server
+from stock_server import llama_server, ready
 
-import kernels
-from node.demo_model import demo_model
 from node.front_door import Here, There, Unavailable
 from node.router_engine import ExpertFailure
 
 T = TypeVar("T", bound=Callable[..., Any])
-
-CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
-QUESTION = "What is the capital of France? Tell me one fact about it."
-ANSWER = "The capital of France is Paris."
-ASK: dict[str, Any] = {"model": "demo", "temperature": 0, "messages": [{"role": "user", "content": QUESTION}]}
-CITY = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
-TOOL = {"type": "function", "function": {"name": "weather", "description": "The weather", "parameters": CITY}}
-# An example of a call, which so small a model needs.
-CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
-WEATHER: list[Any] = [
-    {"role": "user", "content": "Weather in Rome?"},
-    {"role": "assistant", "content": "", "tool_calls": [CALL]},
-    {"role": "user", "content": "Weather in Paris?"},
-]
-ASK_TOOL = ASK | {"messages": WEATHER, "tools": [TOOL], "max_tokens": 60}
-PERSON = {"type": "object", "properties": {"age": {"enum": [3, 4]}, "name": {"enum": ["Ann"]}}}
-PERSON |= {"required": ["age", "name"], "additionalProperties": False}
-FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
-# Its client has no field for the temperature.
-ASK_ANTHROPIC: dict[str, Any] = {"model": "demo", "messages": ASK["messages"], "extra_body": {"temperature": 0}}
-SLOT_TOKENS = 8192
-
-# The demo model's own, with the tool calls that it lacks.
-TEMPLATE = """\
-{%- if messages[0].role != 'system' or tools %}{{- '<|im_start|>system\\n' }}
-{%- if messages[0].role == 'system' %}{{- messages[0].content }}
-{%- else %}{{- 'You are a helpful AI assistant named SmolLM, trained by Hugging Face' }}{%- endif %}
-{%- if tools %}{{- '\\n# Tools\\n<tools>' }}{%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}
-{{- '\\n</tools>\\nFor each function call, return a json object with function name and arguments within ' }}
-{{- '<tool_call></tool_call> XML tags:\\n<tool_call>\\n{"name": <function-name>, "arguments": <args-json-object>}' }}
-{{- '\\n</tool_call>' }}{%- endif %}{{- '<|im_end|>\\n' }}{%- endif %}
-{%- for message in messages %}
-{%- if message.role == 'assistant' and message.tool_calls %}{{- '<|im_start|>assistant' }}
-{%- if message.content %}{{- '\\n' + message.content }}{%- endif %}
-{%- for call in message.tool_calls %}{%- if call.function is defined %}{%- set call = call.function %}{%- endif %}
-{{- '\\n<tool_call>\\n{"name": "' }}{{- call.name }}{{- '", "arguments": ' }}{{- call.arguments | tojson }}
-{{- '}\\n</tool_call>' }}{%- endfor %}{{- '<|im_end|>\\n' }}
-{%- elif message.role == 'tool' %}
-{{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}
-{%- elif not (loop.first and message.role == 'system' and tools) %}
-{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-{%- endif %}{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
-"""
 
 
 def real(test: T) -> T:
@@ -151,38 +113,6 @@ def _decoded(slot: dict[str, Any]) -> int:
     return int((slot.get("next_token") or [{}])[0].get("n_decoded", 0))
 
 
-@contextmanager
-def llama_server(folder: Path, api_key: str) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Its URL, and a check that it still runs."""
-    template, log_path = folder / "template.jinja", folder / "log"
-    template.write_text(TEMPLATE)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    arguments = ["--model", demo_model(), "--alias", "demo", "--host", "127.0.0.1", "--port", port]
-    arguments += ["--ctx-size", 2 * SLOT_TOKENS, "--parallel", 2, "--threads", kernels.default_threads(), "--poll", 0]
-    # Small batches, as llama-server looks at nothing else while it computes one.
-    arguments += ["--batch-size", 64, "--ubatch-size", 64, "--no-warmup", "--fit", "off", "--metrics"]
-    arguments += ["--cache-ram", 0, "--ctx-checkpoints", 0, "--chat-template-file", template]
-    with log_path.open("wb") as log_file:
-        process = subprocess.Popen(
-            [str(kernels.native_path("llama-server")), *map(str, arguments)],
-            env={**os.environ, "LLAMA_API_KEY": api_key},
-            stdin=subprocess.DEVNULL,
-            stdout=log_file,
-            stderr=log_file,
-        )
-
-    def check() -> None:
-        assert process.poll() is None, log_path.read_text()
-
-    try:
-        yield f"http://127.0.0.1:{port}", check
-    finally:
-        process.terminate()
-        process.wait()
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
     api_key = "key-of-llama-server"
@@ -196,68 +126,7 @@ async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
                 yield Rig(session, url, api_key, one, two)
 
 
-async def ready(session: aiohttp.ClientSession, url: str, check: Callable[[], None]) -> None:
-    async with asyncio.timeout(60):
-        while True:
-            check()
-            with contextlib.suppress(aiohttp.ClientConnectionError):
-                async with session.get(f"{url}/health") as response:
-                    if response.status == 200:
-                        return
-            await asyncio.sleep(0.1)
-
-
-def normalised(body: bytes) -> bytes:
-    """`body` without what differs between two requests by nature: ids and times."""
-    body = re.sub(rb'"(id|item_id|call_id)":"[^"]*"', rb'"\1":"id"', body)
-    body = re.sub(rb'"(created|created_at|completed_at)":[0-9]+', rb'"\1":0', body)
-    return re.sub(rb'"(\w+_ms|\w+_per_second)":[-+.0-9e]+', rb'"\1":0', body)
-
-
 # ---- bytes
-
-LONG = {"messages": [{"role": "user", "content": "word " * (SLOT_TOKENS + 500)}]}
-
-CASES: dict[str, tuple[str, dict[str, Any], int, str]] = {
-    "chat": (CHAT, ASK, 200, ANSWER),
-    "chat stream": (CHAT, ASK | {"stream": True, "stream_options": {"include_usage": True}}, 200, "[DONE]"),
-    "chat alias": (CHAT, ASK | {"model": "demo-moe", "max_tokens": 3}, 200, "The capital of"),
-    "chat stop": (CHAT, ASK | {"stop": [" is Pa"]}, 200, '"The capital of France"'),
-    "chat stop stream": (CHAT, ASK | {"stop": [" is Pa"], "stream": True}, 200, '"finish_reason":"stop"'),
-    "chat logprobs": (CHAT, ASK | {"logprobs": True, "top_logprobs": 3, "max_tokens": 4}, 200, '"top_logprobs"'),
-    "chat logprobs stream": (
-        CHAT,
-        ASK | {"logprobs": True, "top_logprobs": 2, "max_tokens": 4, "stream": True},
-        200,
-        '"top_logprobs"',
-    ),
-    "chat tools": (CHAT, ASK_TOOL, 200, '"tool_calls":['),
-    "chat tools stream": (CHAT, ASK_TOOL | {"stream": True}, 200, '"finish_reason":"tool_calls"'),
-    "chat schema": (CHAT, ASK | {"response_format": FORMAT, "max_tokens": 60}, 200, '\\"Ann\\"'),
-    "chat n": (CHAT, ASK | {"n": 2, "max_tokens": 3}, 200, '"index":1'),
-    "completions": (COMPLETIONS, {"prompt": "Once upon", "max_tokens": 4, "temperature": 0}, 200, '"text":'),
-    "completions stream": (
-        COMPLETIONS,
-        {"prompt": "Once upon", "max_tokens": 4, "temperature": 0, "stream": True, "logprobs": 2},
-        200,
-        "[DONE]",
-    ),
-    "responses": (RESPONSES, {"model": "demo", "input": QUESTION, "temperature": 0}, 200, ANSWER),
-    "responses stream": (
-        RESPONSES,
-        {"model": "demo", "input": QUESTION, "temperature": 0, "stream": True},
-        200,
-        "event: response.completed",
-    ),
-    "messages": (MESSAGES, ASK | {"max_tokens": 20}, 200, ANSWER),
-    "messages stream": (MESSAGES, ASK | {"max_tokens": 20, "stream": True}, 200, "event: message_stop"),
-    "count tokens": ("/v1/messages/count_tokens", ASK, 200, '"input_tokens"'),
-    "embeddings": ("/v1/embeddings", {"input": "x"}, 501, "--embeddings"),
-    "too long": (CHAT, LONG, 400, "exceed_context_size_error"),
-    "too long stream": (MESSAGES, LONG | {"max_tokens": 5, "stream": True}, 400, "exceed_context_size_error"),
-    "no messages": (CHAT, {"model": ""}, 400, "'messages' is required"),
-    "bad schema": (CHAT, ASK | {"response_format": {"type": "nonsense"}}, 400, "invalid_request_error"),
-}
 
 
 @real
@@ -274,163 +143,30 @@ async def test_the_bytes_are_llama_servers_own(rig: Rig, case: str) -> None:
 
 # ---- the clients
 
-MULTIBYTE = 'root ::= "aé😀b\\nUser: ok"'
-
-# stop, further fields, text, finish_reason
-STOPS: dict[str, tuple[list[str], dict[str, Any], str, str]] = {
-    "across tokens": ([" is Pa"], {}, "The capital of France", "stop"),
-    "near miss, then the end": (["Paris.X"], {}, ANSWER, "stop"),
-    "inside a piece": (["ital"], {}, "The cap", "stop"),
-    "overlapping": (["l of", " of"], {}, "The capita", "stop"),
-    "the limit": ([" is"], {"max_tokens": 5}, "The capital of France", "stop"),
-    "across a character of many bytes": (["é😀"], {"grammar": MULTIBYTE}, "a", "stop"),
-    "across lines": (["\nUser:"], {"grammar": MULTIBYTE}, "aé😀b", "stop"),
-    "near miss across lines": (["\nUser;"], {"grammar": MULTIBYTE}, "aé😀b\nUser: ok", "stop"),
-    "near miss at the limit": ([" is Paris"], {"max_tokens": 5}, "The capital of France is", "length"),
-}
-
 
 @real
 @pytest.mark.parametrize("case", list(STOPS))
 @pytest.mark.parametrize("stream", [False, True])
 async def test_stop_strings(rig: Rig, case: str, stream: bool, request: pytest.FixtureRequest) -> None:
-    stop, fields, expected, finish_reason = STOPS[case]
     if case == "near miss at the limit" and stream:
         reason = "llama-server streams no text that it holds back when the limit comes (tools/server, process_token)"
         request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
-    client = rig.openai()
-    grammar = {"grammar": fields["grammar"]} if "grammar" in fields else None
-    limit = fields.get("max_tokens", openai.omit if hasattr(openai, "omit") else openai.NOT_GIVEN)
-    if not stream:
-        answer = await client.chat.completions.create(**ASK, stop=stop, max_tokens=limit, extra_body=grammar)
-        assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (expected, finish_reason)
-        return
-    text, reasons = "", []
-    events = await client.chat.completions.create(**ASK, stop=stop, max_tokens=limit, extra_body=grammar, stream=True)
-    async for event in events:
-        text += event.choices[0].delta.content or ""
-        reasons += [event.choices[0].finish_reason] if event.choices[0].finish_reason else []
-    assert (text, reasons) == (expected, [finish_reason])
+    await check_stop(rig.openai(), case, stream)
 
 
 @real
-async def test_an_empty_stop_string_is_refused(rig: Rig) -> None:
-    with pytest.raises(openai.BadRequestError, match="empty string") as refused:
-        await rig.openai().chat.completions.create(**ASK, stop=[""])
-    assert refused.value.param == "stop"
+@pytest.mark.parametrize("check", OPENAI_CHECKS, ids=lambda check: check.__name__)
+async def test_openai(rig: Rig, check: Callable[[openai.AsyncOpenAI], Awaitable[None]]) -> None:
+    await check(rig.openai())
 
 
 @real
-async def test_openai_streams_with_usage(rig: Rig) -> None:
-    events = await rig.openai().chat.completions.create(**ASK, stream=True, stream_options={"include_usage": True})
-    chunks = [event async for event in events]
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == ANSWER
-    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "stop"
-    usage = chunks[-1].usage
-    assert not chunks[-1].choices and usage is not None
-    assert usage.completion_tokens == 8 and usage.total_tokens == usage.prompt_tokens + 8
-
-
-@real
-async def test_openai_tools(rig: Rig) -> None:
-    client = rig.openai()
-    answer = await client.chat.completions.create(**ASK_TOOL)
-    (call,) = answer.choices[0].message.tool_calls or []
-    assert answer.choices[0].finish_reason == "tool_calls" and call.function.name == "weather"
-    assert json.loads(call.function.arguments) == {"city": "Paris"}
-    arguments = ""
-    async for event in await client.chat.completions.create(**ASK_TOOL, stream=True):
-        for part in event.choices[0].delta.tool_calls or []:
-            arguments += part.function.arguments or ""
-    assert json.loads(arguments) == {"city": "Paris"}
-    messages = [*WEATHER, answer.choices[0].message.model_dump(exclude_none=True)]
-    messages.append({"role": "tool", "tool_call_id": call.id, "content": "Sunny"})
-    answer = await client.chat.completions.create(**ASK_TOOL | {"messages": messages, "max_tokens": 8})
-    assert answer.usage is not None and answer.usage.completion_tokens > 0
-
-
-@real
-async def test_openai_json_schema_and_logprobs(rig: Rig) -> None:
-    client = rig.openai()
-    answer = await client.chat.completions.create(**ASK, response_format=FORMAT, max_tokens=60)
-    person = json.loads(answer.choices[0].message.content or "")
-    assert person["name"] == "Ann" and person["age"] in (3, 4)
-    answer = await client.chat.completions.create(**ASK, logprobs=True, top_logprobs=3, max_tokens=4)
-    assert answer.choices[0].logprobs is not None
-    tokens = answer.choices[0].logprobs.content or []
-    assert "".join(token.token for token in tokens) == "The capital of France"
-    assert all(len(token.top_logprobs) == 3 and token.logprob <= 0 for token in tokens)
-
-
-@real
-async def test_openai_responses(rig: Rig) -> None:
-    client = rig.openai()
-    answer = await client.responses.create(model="demo", input=QUESTION, temperature=0)
-    assert answer.output_text == ANSWER
-    text = ""
-    async for event in await client.responses.create(model="demo", input=QUESTION, temperature=0, stream=True):
-        text += event.delta if event.type == "response.output_text.delta" else ""
-    assert text == ANSWER and event.type == "response.completed"
-
-
-@real
-async def test_openai_errors(rig: Rig) -> None:
-    client = rig.openai()
-    with pytest.raises(openai.NotFoundError, match="demo, demo-moe, default") as unknown:
-        await client.chat.completions.create(**ASK | {"model": "gpt-5"})
-    assert unknown.value.code == "model_not_found" and unknown.value.param == "model"
-    with pytest.raises(openai.BadRequestError, match="exceeds the available context size"):
-        await client.chat.completions.create(model="demo", **LONG)
-    with pytest.raises(openai.InternalServerError, match="--embeddings") as unsupported:
-        await client.embeddings.create(model="demo", input="x")
-    assert unsupported.value.status_code == 501
-    with pytest.raises(openai.NotFoundError):
-        await client.models.retrieve("gpt-5")
-    assert [model.id async for model in await client.models.list()] == ["demo"]
-    assert (await client.models.retrieve("default")).id == "demo"
-
-
-@real
-async def test_anthropic(rig: Rig) -> None:
-    client = rig.anthropic()
-    ask = ASK_ANTHROPIC | {"max_tokens": 20}
-    answer = await client.messages.create(**ask)
-    assert answer.content[0].text == ANSWER and answer.stop_reason == "end_turn"
-    async with client.messages.stream(**ask) as stream:
-        assert "".join([text async for text in stream.text_stream]) == ANSWER
-        final = await stream.get_final_message()
-    assert final.usage.output_tokens == 8 and final.stop_reason == "end_turn"
-    answer = await client.messages.create(**ask, stop_sequences=[" is Pa"])
-    assert answer.content[0].text == "The capital of France"
-    assert answer.stop_sequence == " is Pa"
-    use = {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Rome"}}
-    messages = [WEATHER[0], {"role": "assistant", "content": [use]}, WEATHER[2]]
-    tools = [{"name": "weather", "description": "The weather", "input_schema": CITY}]
-    answer = await client.messages.create(**ask | {"messages": messages, "max_tokens": 60}, tools=tools)
-    (block,) = [block for block in answer.content if block.type == "tool_use"]
-    assert answer.stop_reason == "tool_use" and (block.name, block.input) == ("weather", {"city": "Paris"})
-    count = await client.messages.count_tokens(model="demo", messages=ASK_ANTHROPIC["messages"])
-    assert count.input_tokens > 20
-
-
-@real
-async def test_anthropic_errors(rig: Rig) -> None:
-    client = rig.anthropic()
-    with pytest.raises(anthropic.NotFoundError, match="demo, demo-moe, default") as unknown:
-        await client.messages.create(**ASK_ANTHROPIC | {"model": "claude"}, max_tokens=5)
-    body: Any = unknown.value.body
-    assert body["type"] == "error" and body["error"]["type"] == "not_found_error"
-    with pytest.raises(anthropic.BadRequestError, match="exceeds the available context size"):
-        await client.messages.create(model="demo", max_tokens=5, **LONG)
-    with pytest.raises(anthropic.BadRequestError, match="empty string"):
-        await client.messages.create(**ASK_ANTHROPIC, max_tokens=5, stop_sequences=[""])
+@pytest.mark.parametrize("check", ANTHROPIC_CHECKS, ids=lambda check: check.__name__)
+async def test_anthropic(rig: Rig, check: Callable[[anthropic.AsyncAnthropic], Awaitable[None]]) -> None:
+    await check(rig.anthropic())
 
 
 # ---- clients that leave, with a llama-server that would go on (STRM-1)
-
-STORY = {"messages": [{"role": "user", "content": "Write a long story."}], "ignore_eos": True, "max_tokens": 6000}
-# Some 6,000 tokens to read, and then many to write.
-NOVEL = {"messages": [{"role": "user", "content": "A cat sat. " * 1500}], "ignore_eos": True, "max_tokens": 1500}
 
 
 class Leaver:
