@@ -24,7 +24,7 @@ def _import_extension() -> None:
 _import_extension()
 
 from kernels import _kernels  # noqa: E402
-from kernels._kernels import Device, Program, SliceInfo, TensorParts  # noqa: E402
+from kernels._kernels import CallConnection, CallServer, Device, Program, SliceInfo, TensorParts  # noqa: E402
 from kernels.cpu_quota import cpu_quota, default_threads  # noqa: E402
 from kernels.devices import NoDevice  # noqa: E402
 from kernels.devices import choose_device as _choose_device  # noqa: E402
@@ -41,6 +41,8 @@ from kernels.errors import (  # noqa: E402
 __all__ = [
     "BadCall",
     "BuildMismatch",
+    "CallConnection",
+    "CallServer",
     "ComputeError",
     "Device",
     "ExpertStore",

@@ -203,6 +203,47 @@ def test_any_slicing_gives_the_same_bits(type: str, tmp_path: Path) -> None:
         assert nmse(partial, layer.call(whole, h, pairs, "sum")) < 1e-12
 
 
+@pytest.mark.parametrize("type", LAYER_TYPES)
+def test_a_call_in_parts_gives_the_same_bits(type: str, tmp_path: Path) -> None:
+    """A large call is cut by experts, so that others get the device in between."""
+    n_embd, n_ff = 256, 512
+    layer = Layer(SWIGLU, random_layer(type, 8, n_embd, n_ff), 8, tmp_path / "layer")
+    whole, cut, of_slices = layer.held(), layer.held(), layer.held(*SLICES)
+    per_pair = 3 * n_embd * n_ff
+    whole.set_part_products_max(2**62)
+    for n_rows in (1, 5, 9, 33, 512):
+        h = hidden(n_rows, n_embd)
+        # Of very different numbers of rows: some with less and some with more than a part's worth.
+        pairs = Pairs.random(n_rows, range(8), 3)
+        pairs = pairs.where((pairs.expert != 2) | (pairs.row % 16 == 0))
+        for reduce in ("rows", "sum"):
+            expected = layer.call(whole, h, pairs, reduce)
+            for n_pairs in (0, 1, 40, 200):
+                for store in (cut, of_slices):
+                    store.set_part_products_max(n_pairs * per_pair)
+                    assert layer.call(store, h, pairs, reduce).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("type", LAYER_TYPES)
+def test_a_kept_graph_gives_the_bits_of_a_new_one(type: str, tmp_path: Path) -> None:
+    layer = Layer(SWIGLU, random_layer(type, 4, 256, 256), 4, tmp_path / "layer")
+    store = layer.held()
+    for n_rows in (1, 7, 8, 33, 64):
+        h = hidden(n_rows, 256)
+        one = Pairs.of([[2]] * n_rows)
+        kept = layer.call(store, h, one, "rows")
+        n_kept = store.kept_graphs()
+        assert layer.call(store, h, one, "rows").tobytes() == kept.tobytes()
+        assert store.kept_graphs() == n_kept
+        # The same pairs, of the same expert, in a call that is too large to be kept.
+        filled = hidden(n_rows + 64, 256)
+        filled[:n_rows] = h
+        larger = Pairs.of([[2]] * n_rows + [[3]] * 64)
+        larger.weight[:n_rows] = one.weight  # type: ignore[index]
+        assert layer.call(store, filled, larger, "rows")[:n_rows].tobytes() == kept.tobytes()
+        assert store.kept_graphs() == n_kept
+
+
 @pytest.mark.parametrize("part", SLICES)
 def test_each_slice_computes_its_experts_and_no_others(part: tuple[int, int], tmp_path: Path) -> None:
     """COMP-2: routing forced to one slice, in particular to those that do not begin at expert 0."""

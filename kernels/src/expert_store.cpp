@@ -13,6 +13,9 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <list>
+#include <thread>
+#include <unordered_map>
 #include <utility>
 
 namespace swarm {
@@ -23,6 +26,11 @@ namespace {
 constexpr int64_t dimension_max = int64_t{ 1 } << 24;
 constexpr int64_t elements_max  = int64_t{ 1 } << 44;
 constexpr int     n_expert_max  = 1 << 16;
+
+// A graph of a SwiGLU layer takes 25 KB: this keeps ten shapes of each of 64 layers.
+constexpr size_t kept_graphs_bytes_max = size_t{ 16 } << 20;
+// Values of one kept graph; those of the reference model take 4 MB for 64 pairs. All kept graphs share the memory.
+constexpr size_t kept_values_bytes_max = size_t{ 16 } << 20;
 
 // GGML_TYPE_COUNT when there is none of that name. Integers, doubles and the formats of activations (q8_1, q8_K) are no
 // types of weights: ggml would call a null pointer.
@@ -58,10 +66,13 @@ std::string slice_name(int layer, int first, int last) {
 
 struct ExpertStore::Slice {
     SliceInfo    info;
+    uint64_t     serial   = 0;  // of no other slice of this store, ever
     int          n_expert = 0;
     Program      program;
     uint64_t     digest = 0;
+    bool         uses_weight = false;
     ProgramShape shape;
+    int64_t      products_per_pair = 0;
     std::map<std::string, ggml_tensor *> weights;
     ggml_context_ptr        context;
     ggml_backend_buffer_ptr buffer;
@@ -71,13 +82,62 @@ struct ExpertStore::Engine {
     struct ThreadpoolDeleter {
         void operator()(ggml_threadpool * pool) const { ggml_threadpool_free(pool); }
     };
+    struct KeptGraph {
+        uint64_t             key = 0;
+        std::vector<uint8_t> memory;
+        ggml_context_ptr     context;
+        ProgramGraph         graph;
+    };
     ggml_backend_dev_t                                  device = nullptr;
     std::unique_ptr<ggml_threadpool, ThreadpoolDeleter> threadpool;
     ggml_backend_ptr                                    backend;
+    bool                                                is_cpu = false;
     ggml_gallocr_ptr                                    allocator;
-    std::vector<float>                                  gathered_h;
-    std::vector<float>                                  pair_rows;
     std::vector<uint8_t>                                graph_memory;
+
+    // Values of all kept graphs lie here: only one of them is computed at a time.
+    ggml_backend_buffer_ptr                                     kept_values;
+    std::list<KeptGraph>                                        kept;  // the most recently used one first
+    std::unordered_map<uint64_t, std::list<KeptGraph>::iterator> kept_by_key;
+    size_t                                                      kept_bytes = 0;
+
+    void forget_kept() {
+        kept_by_key.clear();
+        kept.clear();
+        kept_bytes = 0;
+    }
+};
+
+namespace {
+
+// Grows without being filled: what is not used costs no memory.
+class FloatBuffer {
+  public:
+    float * get(size_t n) {
+        if (n > capacity_) {
+            data_.reset(new float[n]);
+            capacity_ = n;
+        }
+        return data_.get();
+    }
+
+  private:
+    std::unique_ptr<float[]> data_;
+    size_t                   capacity_ = 0;
+};
+
+}  // namespace
+
+// What one call needs while it is computed: its own for a large one, the thread's for small ones.
+struct ExpertStore::Scratch {
+    std::vector<int32_t> slice_of_pair;
+    std::vector<int32_t> seen_in_row;
+    std::vector<int64_t> pairs;
+    std::vector<int32_t> ids;
+    std::vector<float>   weight;
+    FloatBuffer          h;
+    FloatBuffer          out;
+    FloatBuffer          rows;
 };
 
 ExpertStore::ExpertStore(const std::string & device, int threads)
@@ -102,8 +162,9 @@ ExpertStore::ExpertStore(const std::string & device, int threads)
         ggml_backend_cpu_set_n_threads(engine_->backend.get(), threads);
         ggml_backend_cpu_set_threadpool(engine_->backend.get(), engine_->threadpool.get());
     }
+    engine_->is_cpu = ggml_backend_is_cpu(engine_->backend.get());
     engine_->allocator.reset(ggml_gallocr_new(ggml_backend_get_default_buffer_type(engine_->backend.get())));
-    engine_->graph_memory.resize(program_graph_context_bytes());
+    gate_ = DeviceGate::of(device);
 }
 
 ExpertStore::~ExpertStore() = default;
@@ -114,8 +175,8 @@ SliceInfo ExpertStore::load(int layer, const Program & program, int first, int l
     if (layer < 0 || first < 0 || last < first || n_expert < 1 || n_expert > n_expert_max || last >= n_expert) {
         throw LoadError(where + "not a range of a layer of " + std::to_string(n_expert) + " experts");
     }
-    const auto check_others = [&](const std::vector<std::shared_ptr<Slice>> & others) {
-        for (const auto & other : others) {
+    const auto check_others = [&](const std::shared_ptr<const Slices> & others) {
+        for (const auto & other : others ? *others : Slices()) {
             if (first <= other->info.last && last >= other->info.first) {
                 throw LoadError(where + "overlaps experts " + std::to_string(other->info.first) + " to " +
                                 std::to_string(other->info.last) + ", which are held already");
@@ -130,6 +191,7 @@ SliceInfo ExpertStore::load(int layer, const Program & program, int first, int l
     slice->n_expert   = n_expert;
     slice->program    = program;
     slice->digest     = program.digest();
+    slice->uses_weight = program.uses_weight();
     const int n_local = last - first + 1;
 
     std::map<std::string, std::vector<int64_t>> dimensions;
@@ -176,6 +238,7 @@ SliceInfo ExpertStore::load(int layer, const Program & program, int first, int l
         ggml_tensor * t = ggml_new_tensor(slice->context.get(), type, static_cast<int>(shape.size()), shape.data());
         ggml_set_name(t, name.c_str());
         slice->weights[name] = t;
+        slice->products_per_pair += ggml_nelements(t) / n_local;
         uint64_t given = 0;
         for (const TensorPart & part : tensors.at(name).parts) {
             given += std::min(part.bytes, std::numeric_limits<uint64_t>::max() - given);  // a sum must not wrap
@@ -188,7 +251,7 @@ SliceInfo ExpertStore::load(int layer, const Program & program, int first, int l
 
     // The ops themselves, on this device, before a byte is read. Two pairs as well: cuts of more than one have gaps.
     for (const int64_t n_pairs : { 1, 2 }) {
-        const ggml_init_params graph_params = { program_graph_context_bytes(), nullptr, true };
+        const ggml_init_params graph_params = { program_graph_context_bytes(program), nullptr, true };
         const ggml_context_ptr context(ggml_init(graph_params));
         const ProgramGraph graph = build_program_graph(context.get(), program, slice->shape, slice->weights, n_pairs);
         for (int i = 0; i < ggml_graph_n_nodes(graph.graph); i++) {
@@ -217,14 +280,14 @@ SliceInfo ExpertStore::load(int layer, const Program & program, int first, int l
 
     const std::lock_guard<std::mutex> lock(slices_mutex_);
     // Again: another load may have been faster.
-    const auto it = slices_.find(layer);
-    if (it != slices_.end()) {
-        check_others(it->second);
-    }
-    auto & of_layer = slices_[layer];
-    of_layer.push_back(slice);
-    std::sort(of_layer.begin(), of_layer.end(),
+    std::shared_ptr<const Slices> & of_layer = slices_[layer];
+    check_others(of_layer);
+    auto changed = std::make_shared<Slices>(of_layer ? *of_layer : Slices());
+    slice->serial = ++last_serial_;
+    changed->push_back(slice);
+    std::sort(changed->begin(), changed->end(),
               [](const auto & a, const auto & b) { return a->info.first < b->info.first; });
+    of_layer = std::move(changed);
     return slice->info;
 }
 
@@ -232,14 +295,17 @@ void ExpertStore::drop(int layer, int first, int last) {
     const std::lock_guard<std::mutex> lock(slices_mutex_);
     const auto it = slices_.find(layer);
     if (it != slices_.end()) {
-        auto & of_layer = it->second;
-        const auto found = std::find_if(of_layer.begin(), of_layer.end(), [&](const auto & slice) {
+        auto changed = std::make_shared<Slices>(*it->second);
+        const auto found = std::find_if(changed->begin(), changed->end(), [&](const auto & slice) {
             return slice->info.first == first && slice->info.last == last;
         });
-        if (found != of_layer.end()) {
-            of_layer.erase(found);
-            if (of_layer.empty()) {
+        if (found != changed->end()) {
+            // Its kept graphs are never used again, since no other slice gets its serial, and go with the oldest.
+            changed->erase(found);
+            if (changed->empty()) {
                 slices_.erase(it);
+            } else {
+                it->second = std::move(changed);
             }
             return;
         }
@@ -251,38 +317,96 @@ std::vector<SliceInfo> ExpertStore::slices() const {
     const std::lock_guard<std::mutex> lock(slices_mutex_);
     std::vector<SliceInfo> infos;
     for (const auto & [layer, of_layer] : slices_) {
-        for (const auto & slice : of_layer) {
+        for (const auto & slice : *of_layer) {
             infos.push_back(slice->info);
         }
     }
     return infos;
 }
 
-std::vector<std::shared_ptr<ExpertStore::Slice>> ExpertStore::held(int layer) const {
+std::shared_ptr<const ExpertStore::Slices> ExpertStore::held(int layer) const {
     const std::lock_guard<std::mutex> lock(slices_mutex_);
     const auto it = slices_.find(layer);
-    return it == slices_.end() ? std::vector<std::shared_ptr<Slice>>{} : it->second;
+    return it == slices_.end() ? nullptr : it->second;
 }
 
 int64_t ExpertStore::n_out(int layer) const {
     const auto of_layer = held(layer);
-    if (of_layer.empty()) {
+    if (!of_layer) {
         throw NotHeld("no experts of layer " + std::to_string(layer) + " are held here");
     }
-    return of_layer.front()->shape.n_out;
+    return of_layer->front()->shape.n_out;
 }
 
-void ExpertStore::compute(const Slice & slice, const float * h, const int32_t * ids, const float * weight,
-                          int64_t n_pairs, float * out) {
-    const ggml_init_params params = { engine_->graph_memory.size(), engine_->graph_memory.data(), true };
-    const ggml_context_ptr context(ggml_init(params));
-    const ProgramGraph graph = build_program_graph(context.get(), slice.program, slice.shape, slice.weights, n_pairs);
-    if (!ggml_gallocr_alloc_graph(engine_->allocator.get(), graph.graph)) {
-        throw ComputeError("device " + device_name_ + " has no memory to compute " + std::to_string(n_pairs) + " pairs");
+size_t ExpertStore::kept_graphs() const {
+    const DeviceGate::Turn turn(*gate_, DeviceGate::Size::small);
+    return engine_->kept.size();
+}
+
+// The graph for so many pairs, built now or before; nullptr when it is too large to be kept.
+const ProgramGraph * ExpertStore::kept_graph(const Slice & slice, int64_t n_pairs) {
+    Engine &       engine = *engine_;
+    const uint64_t key    = slice.serial * (kept_pairs_max + 1) + static_cast<uint64_t>(n_pairs);
+    const auto     found  = engine.kept_by_key.find(key);
+    if (found != engine.kept_by_key.end()) {
+        engine.kept.splice(engine.kept.begin(), engine.kept, found->second);
+        return &engine.kept.front().graph;
     }
+    std::list<Engine::KeptGraph> one(1);
+    Engine::KeptGraph &          made = one.front();
+    made.key = key;
+    made.memory.resize(program_graph_context_bytes(slice.program));
+    const ggml_init_params params = { made.memory.size(), made.memory.data(), true };
+    made.context.reset(ggml_init(params));
+    made.graph = build_program_graph(made.context.get(), slice.program, slice.shape, slice.weights, n_pairs);
+
+    ggml_backend_buffer_type_t type      = ggml_backend_get_default_buffer_type(engine.backend.get());
+    const size_t               alignment = ggml_backend_buft_get_alignment(type);
+    const auto is_own = [](const ggml_tensor * t) { return t->data == nullptr && t->view_src == nullptr; };
+    size_t needed = alignment;
+    for (ggml_tensor * t = ggml_get_first_tensor(made.context.get()); t != nullptr; t = ggml_get_next_tensor(made.context.get(), t)) {
+        if (is_own(t)) {
+            needed += GGML_PAD(ggml_backend_buft_get_alloc_size(type, t), alignment);
+        }
+    }
+    if (needed > kept_values_bytes_max) {
+        return nullptr;
+    }
+    if (!engine.kept_values || ggml_backend_buffer_get_size(engine.kept_values.get()) < needed) {
+        engine.forget_kept();  // their values lie in the memory that is given up
+        engine.kept_values.reset();
+        const size_t size = std::min(kept_values_bytes_max, 2 * needed);
+        engine.kept_values.reset(ggml_backend_buft_alloc_buffer(type, size));
+        if (!engine.kept_values) {
+            return nullptr;
+        }
+        ggml_backend_buffer_set_usage(engine.kept_values.get(), GGML_BACKEND_BUFFER_USAGE_COMPUTE);
+    }
+    ggml_tallocr allocator = ggml_tallocr_new(engine.kept_values.get());
+    for (ggml_tensor * t = ggml_get_first_tensor(made.context.get()); t != nullptr; t = ggml_get_next_tensor(made.context.get(), t)) {
+        const ggml_status status = is_own(t)                                          ? ggml_tallocr_alloc(&allocator, t)
+                                   : t->buffer == nullptr && t->view_src != nullptr ? ggml_backend_view_init(t)
+                                                                                      : GGML_STATUS_SUCCESS;
+        if (status != GGML_STATUS_SUCCESS) {
+            return nullptr;
+        }
+    }
+    engine.kept_bytes += made.memory.size();
+    engine.kept.splice(engine.kept.begin(), one);
+    engine.kept_by_key[key] = engine.kept.begin();
+    while (engine.kept_bytes > kept_graphs_bytes_max && engine.kept.size() > 1) {
+        engine.kept_bytes -= engine.kept.back().memory.size();
+        engine.kept_by_key.erase(engine.kept.back().key);
+        engine.kept.pop_back();
+    }
+    return &engine.kept.front().graph;
+}
+
+void ExpertStore::compute_graph(const ProgramGraph & graph, const float * h, const int32_t * ids, const float * weight,
+                                float * out) {
     const std::pair<ggml_tensor *, const void *> inputs[] = { { graph.h, h }, { graph.ids, ids }, { graph.weight, weight } };
     for (const auto & [tensor, data] : inputs) {
-        // One that the result does not depend on has no memory.
+        // One that the result does not depend on may have no memory.
         if (tensor != nullptr && tensor->buffer != nullptr) {
             ggml_backend_tensor_set(tensor, data, 0, ggml_nbytes(tensor));
         }
@@ -294,117 +418,156 @@ void ExpertStore::compute(const Slice & slice, const float * h, const int32_t * 
     ggml_backend_tensor_get(graph.out, out, 0, ggml_nbytes(graph.out));
 }
 
-void ExpertStore::ffn(const FfnCall & call, float * out) {
-    const std::string where = "layer " + std::to_string(call.layer) + ": ";
-    const auto        of_layer = held(call.layer);
-    if (of_layer.empty()) {
-        throw NotHeld("no experts of layer " + std::to_string(call.layer) + " are held here");
+void ExpertStore::compute(const Slice & slice, const float * h, const int32_t * ids, const float * weight,
+                          int64_t n_pairs, float * out) {
+    const ProgramGraph * kept = n_pairs <= kept_pairs_max ? kept_graph(slice, n_pairs) : nullptr;
+    if (kept != nullptr) {
+        compute_graph(*kept, h, ids, weight, out);
+        return;
     }
-    const Slice & any = *of_layer.front();
+    engine_->graph_memory.resize(std::max(engine_->graph_memory.size(), program_graph_context_bytes(slice.program)));
+    const ggml_init_params params = { engine_->graph_memory.size(), engine_->graph_memory.data(), true };
+    const ggml_context_ptr context(ggml_init(params));
+    const ProgramGraph graph = build_program_graph(context.get(), slice.program, slice.shape, slice.weights, n_pairs);
+    if (!ggml_gallocr_alloc_graph(engine_->allocator.get(), graph.graph)) {
+        throw ComputeError("device " + device_name_ + " has no memory to compute " + std::to_string(n_pairs) + " pairs");
+    }
+    compute_graph(graph, h, ids, weight, out);
+}
+
+// Everything of a call that can be wrong; which slice has which pair.
+void ExpertStore::check(const FfnCall & call, const Slices & of_layer, Scratch & scratch) const {
+    const auto    where = [&] { return "layer " + std::to_string(call.layer) + ": "; };
+    const Slice & any   = *of_layer.front();
     if (any.digest != call.program_digest) {
-        throw ProgramMismatch(where + "the caller's layer program is not the one loaded here");
+        throw ProgramMismatch(where() + "the caller's layer program is not the one loaded here");
     }
     if (call.n_in != any.shape.n_in) {
-        throw BadCall(where + "rows of " + std::to_string(call.n_in) + " values; the layer takes " +
+        throw BadCall(where() + "rows of " + std::to_string(call.n_in) + " values; the layer takes " +
                       std::to_string(any.shape.n_in));
     }
+    if (call.n_out >= 0 && call.n_out != any.shape.n_out) {
+        throw BadCall(where() + "results of " + std::to_string(call.n_out) + " values; the layer gives " +
+                      std::to_string(any.shape.n_out));
+    }
     if (call.n_rows < 0 || call.n_pairs < 0 || call.n_h != (any.program.input_pair ? call.n_pairs : call.n_rows)) {
-        throw BadCall(where + std::to_string(call.n_h) + " input rows for " + std::to_string(call.n_rows) + " rows and " +
+        throw BadCall(where() + std::to_string(call.n_h) + " input rows for " + std::to_string(call.n_rows) + " rows and " +
                       std::to_string(call.n_pairs) + " pairs");
     }
-    if (any.program.uses_weight() != (call.weight != nullptr)) {
-        throw BadCall(where + (call.weight != nullptr ? "gate weights given, but the layer's program does not use them"
-                                                      : "the layer's program needs gate weights"));
+    if (any.uses_weight != (call.weight != nullptr)) {
+        throw BadCall(where() + (call.weight != nullptr ? "gate weights given, but the layer's program does not use them"
+                                                        : "the layer's program needs gate weights"));
     }
     if (!all_finite(call.h, call.n_h * call.n_in) || (call.weight != nullptr && !all_finite(call.weight, call.n_pairs))) {
-        throw BadCall(where + "an input or gate weight is not finite");
+        throw BadCall(where() + "an input or gate weight is not finite");
     }
-
-    // Which slice has which pairs. One pass, and nothing is computed before all of it is known to be right.
-    std::vector<std::vector<int64_t>> pairs_of(of_layer.size());
-    std::vector<int32_t>              seen_in_row;
+    scratch.slice_of_pair.resize(static_cast<size_t>(call.n_pairs));
     for (int64_t p = 0; p < call.n_pairs; p++) {
         const int32_t row    = call.row[p];
         const int32_t expert = call.expert[p];
         if (row < 0 || row >= call.n_rows || (p > 0 && row < call.row[p - 1])) {
-            throw BadCall(where + "row index " + std::to_string(row) + " of pair " + std::to_string(p) +
+            throw BadCall(where() + "row index " + std::to_string(row) + " of pair " + std::to_string(p) +
                           " is out of range or descends");
         }
         if (expert < 0 || expert >= any.n_expert) {
-            throw BadCall(where + "expert " + std::to_string(expert) + " of a layer of " + std::to_string(any.n_expert));
+            throw BadCall(where() + "expert " + std::to_string(expert) + " of a layer of " + std::to_string(any.n_expert));
         }
-        if (p > 0 && row != call.row[p - 1]) {
-            seen_in_row.clear();
+        std::vector<int32_t> & seen = scratch.seen_in_row;
+        if (p == 0 || row != call.row[p - 1]) {
+            seen.clear();
         }
-        if (std::find(seen_in_row.begin(), seen_in_row.end(), expert) != seen_in_row.end()) {
-            throw BadCall(where + "expert " + std::to_string(expert) + " is asked for twice for row " +
+        if (std::find(seen.begin(), seen.end(), expert) != seen.end()) {
+            throw BadCall(where() + "expert " + std::to_string(expert) + " is asked for twice for row " +
                           std::to_string(row));
         }
-        seen_in_row.push_back(expert);
+        seen.push_back(expert);
         size_t s = 0;
         while (s < of_layer.size() && expert > of_layer[s]->info.last) {
             s++;
         }
         if (s == of_layer.size() || expert < of_layer[s]->info.first) {
-            throw NotHeld(where + "expert " + std::to_string(expert) + " is not held here");
+            throw NotHeld(where() + "expert " + std::to_string(expert) + " is not held here");
         }
-        pairs_of[s].push_back(p);
+        scratch.slice_of_pair[static_cast<size_t>(p)] = static_cast<int32_t>(s);
     }
+}
 
-    const int64_t n_in  = any.shape.n_in;
-    const int64_t n_out = any.shape.n_out;
-    const std::lock_guard<std::mutex> lock(compute_mutex_);
-    Engine & engine = *engine_;
-    float *  rows   = out;
-    if (call.reduce == Reduce::sum) {
-        engine.pair_rows.resize(static_cast<size_t>(call.n_pairs * n_out));
-        rows = engine.pair_rows.data();
+// Some pairs of a call, all of one slice, into their places in rows [call.n_pairs, n_out]. The device is ours.
+void ExpertStore::compute_pairs(const FfnCall & call, const Slice & slice, const int64_t * pairs, int64_t n_pairs,
+                                float * rows, Scratch & scratch) {
+    const size_t n_in    = static_cast<size_t>(slice.shape.n_in);
+    const size_t n_out   = static_cast<size_t>(slice.shape.n_out);
+    const bool   whole   = n_pairs == call.n_pairs;
+    const bool   in_order = whole && (slice.program.input_pair || call.n_rows == call.n_pairs);
+    // h is already what the graph takes when each pair, in order, has its own row.
+    bool as_given = in_order;
+    for (int64_t i = 0; as_given && !slice.program.input_pair && i < n_pairs; i++) {
+        as_given = call.row[i] == i;
     }
-    std::vector<int32_t> ids;
-    std::vector<float>   weight;
-    std::vector<float>   partial;
-    for (size_t s = 0; s < of_layer.size(); s++) {
-        const std::vector<int64_t> & pairs = pairs_of[s];
-        if (pairs.empty()) {
-            continue;
+    scratch.ids.clear();
+    scratch.weight.clear();
+    float * const gathered = as_given ? nullptr : scratch.h.get(static_cast<size_t>(n_pairs) * n_in);
+    for (int64_t i = 0; i < n_pairs; i++) {
+        const int64_t p = pairs[i];
+        scratch.ids.push_back(call.expert[p] - slice.info.first);
+        if (call.weight != nullptr) {
+            scratch.weight.push_back(call.weight[p]);
         }
-        const bool whole = static_cast<int64_t>(pairs.size()) == call.n_pairs;
-        ids.clear();
-        weight.clear();
-        // h of a pair program in pair order is already what the graph takes.
-        const bool gather = !(whole && any.program.input_pair);
-        engine.gathered_h.resize(gather ? pairs.size() * static_cast<size_t>(n_in) : 0);
-        for (size_t i = 0; i < pairs.size(); i++) {
-            const int64_t p = pairs[i];
-            ids.push_back(call.expert[p] - of_layer[s]->info.first);
-            if (call.weight != nullptr) {
-                weight.push_back(call.weight[p]);
+        if (!as_given) {
+            const float * source = call.h + static_cast<size_t>(slice.program.input_pair ? p : call.row[p]) * n_in;
+            std::memcpy(gathered + static_cast<size_t>(i) * n_in, source, n_in * sizeof(float));
+        }
+    }
+    float * const target = whole ? rows : scratch.out.get(static_cast<size_t>(n_pairs) * n_out);
+    compute(slice, as_given ? call.h : gathered, scratch.ids.data(), scratch.weight.data(), n_pairs, target);
+    if (!all_finite(target, n_pairs * slice.shape.n_out)) {
+        throw ComputeError("layer " + std::to_string(call.layer) + ": experts " + std::to_string(slice.info.first) +
+                           " to " + std::to_string(slice.info.last) + " gave a value that is not finite on device " +
+                           device_name_);
+    }
+    for (int64_t i = 0; !whole && i < n_pairs; i++) {
+        std::memcpy(rows + static_cast<size_t>(pairs[i]) * n_out, target + static_cast<size_t>(i) * n_out,
+                    n_out * sizeof(float));
+    }
+}
+
+// Cut by experts only: all pairs of an expert stay together, since the number of an expert's rows chooses its kernel.
+void ExpertStore::compute_in_parts(const FfnCall & call, const Slices & of_layer, float * rows, Scratch & scratch,
+                                   const std::function<void()> & begin_turn) {
+    std::vector<std::vector<int64_t>> pairs_of(static_cast<size_t>(of_layer.front()->n_expert));
+    for (int64_t p = 0; p < call.n_pairs; p++) {
+        pairs_of[static_cast<size_t>(call.expert[p])].push_back(p);
+    }
+    bool begun = false;
+    for (const auto & slice : of_layer) {
+        const int64_t pairs_max = part_products_max_ / std::max<int64_t>(slice->products_per_pair, 1);
+        for (int e = slice->info.first; e <= slice->info.last;) {
+            scratch.pairs.clear();
+            for (; e <= slice->info.last; e++) {
+                const auto & more = pairs_of[static_cast<size_t>(e)];
+                if (!scratch.pairs.empty() && static_cast<int64_t>(scratch.pairs.size() + more.size()) > pairs_max) {
+                    break;
+                }
+                scratch.pairs.insert(scratch.pairs.end(), more.begin(), more.end());
             }
-            if (gather) {
-                const float * source = call.h + (any.program.input_pair ? p : call.row[p]) * n_in;
-                std::memcpy(engine.gathered_h.data() + i * static_cast<size_t>(n_in), source,
-                            static_cast<size_t>(n_in) * sizeof(float));
+            if (scratch.pairs.empty()) {
+                continue;
             }
-        }
-        if (!whole) {
-            partial.resize(pairs.size() * static_cast<size_t>(n_out));
-        }
-        float * target = whole ? rows : partial.data();
-        compute(*of_layer[s], gather ? engine.gathered_h.data() : call.h, ids.data(), weight.data(),
-                static_cast<int64_t>(pairs.size()), target);
-        if (!all_finite(target, static_cast<int64_t>(pairs.size()) * n_out)) {
-            throw ComputeError(where + "experts " + std::to_string(of_layer[s]->info.first) + " to " +
-                               std::to_string(of_layer[s]->info.last) + " gave a value that is not finite on device " +
-                               device_name_);
-        }
-        for (size_t i = 0; !whole && i < pairs.size(); i++) {
-            std::memcpy(rows + pairs[i] * n_out, target + i * static_cast<size_t>(n_out),
-                        static_cast<size_t>(n_out) * sizeof(float));
+            // In the call's order, as in the call that is not cut.
+            std::sort(scratch.pairs.begin(), scratch.pairs.end());
+            const DeviceGate::Turn turn(*gate_, DeviceGate::Size::part_of_large);
+            if (!std::exchange(begun, true)) {
+                begin_turn();
+            }
+            compute_pairs(call, *slice, scratch.pairs.data(), static_cast<int64_t>(scratch.pairs.size()), rows, scratch);
         }
     }
-    if (call.reduce == Reduce::rows) {
-        return;
-    }
+}
+
+namespace {
+
+// The sum over the pairs of each row in their order; rows without pairs are zero.
+void add_up(const FfnCall & call, const float * rows, int64_t n_out, float * out) {
     std::fill(out, out + call.n_rows * n_out, 0.0f);
     for (int64_t p = 0; p < call.n_pairs; p++) {
         const bool    first_of_row = p == 0 || call.row[p] != call.row[p - 1];
@@ -417,6 +580,70 @@ void ExpertStore::ffn(const FfnCall & call, float * out) {
                 sum[i] += value[i];
             }
         }
+    }
+}
+
+}  // namespace
+
+void ExpertStore::ffn(const FfnCall & call, float * out, FfnTiming * timing) {
+    const auto of_layer = held(call.layer);
+    if (!of_layer) {
+        throw NotHeld("no experts of layer " + std::to_string(call.layer) + " are held here");
+    }
+    thread_local Scratch of_thread;
+    Scratch              of_call;
+    Scratch &            scratch = call.n_pairs <= kept_pairs_max ? of_thread : of_call;
+    check(call, *of_layer, scratch);
+
+    const Slice & any   = *of_layer->front();
+    const int64_t n_out = any.shape.n_out;
+    float *       rows  = out;
+    if (call.reduce == Reduce::sum) {
+        rows = scratch.rows.get(static_cast<size_t>(call.n_pairs * n_out));
+    }
+    const auto begin_turn = [&] {
+        if (timing == nullptr) {
+            return;
+        }
+        const auto now   = FfnTiming::Clock::now();
+        timing->queue_us = static_cast<uint64_t>(
+            std::chrono::duration_cast<std::chrono::microseconds>(now - timing->arrived).count());
+        if (now > timing->deadline) {
+            throw TooLate("the deadline passed");
+        }
+        if (timing->delay_s > 0) {
+            std::this_thread::sleep_for(std::chrono::duration<double>(timing->delay_s));
+        }
+    };
+    if (timing != nullptr && gate_->waiting() >= timing->waiting_max) {
+        throw TooLate("too many calls are waiting");
+    }
+    const bool is_large = call.n_pairs > part_products_max_ / std::max<int64_t>(any.products_per_pair, 1);
+    // On another device the cut could choose other kernels, and with them other bits; and such a device is fast.
+    if (!is_large || !engine_->is_cpu) {
+        const DeviceGate::Turn turn(*gate_, is_large ? DeviceGate::Size::part_of_large : DeviceGate::Size::small);
+        begin_turn();
+        for (size_t s = 0; s < of_layer->size(); s++) {
+            scratch.pairs.clear();
+            for (int64_t p = 0; p < call.n_pairs; p++) {
+                if (scratch.slice_of_pair[static_cast<size_t>(p)] == static_cast<int32_t>(s)) {
+                    scratch.pairs.push_back(p);
+                }
+            }
+            if (!scratch.pairs.empty()) {
+                compute_pairs(call, *(*of_layer)[s], scratch.pairs.data(), static_cast<int64_t>(scratch.pairs.size()),
+                              rows, scratch);
+            }
+        }
+    } else {
+        compute_in_parts(call, *of_layer, rows, scratch, begin_turn);
+    }
+    if (call.reduce == Reduce::sum) {
+        add_up(call, rows, n_out, out);
+    }
+    if (timing != nullptr) {
+        const auto us = std::chrono::duration_cast<std::chrono::microseconds>(FfnTiming::Clock::now() - timing->arrived);
+        timing->compute_us = static_cast<uint64_t>(us.count()) - timing->queue_us;
     }
 }
 

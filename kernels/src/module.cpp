@@ -1,5 +1,6 @@
 // The extension module kernels._kernels.
 
+#include "call_server.hpp"
 #include "expert_store.hpp"
 #include "program.hpp"
 
@@ -13,6 +14,7 @@
 #include <pybind11/stl.h>
 
 #include <cstring>
+#include <memory>
 #include <optional>
 
 namespace py = pybind11;
@@ -119,13 +121,44 @@ FloatArray ffn(swarm::ExpertStore & store, uint64_t program_digest, int layer, c
     if (n_rows < 0 || n > rows_max) {
         throw swarm::BadCall("layer " + std::to_string(layer) + ": " + std::to_string(n) + " rows asked for");
     }
-    FloatArray out({ n, store.n_out(layer) });
+    call.n_out = store.n_out(layer);
+    FloatArray out({ n, call.n_out });
     float *    target = out.mutable_data();
     {
         const py::gil_scoped_release release;
         store.ffn(call, target);
     }
     return out;
+}
+
+}  // namespace
+
+namespace {
+
+// Serves until the connection ends, without the GIL. `answer(message or None, age_s)` gives the reply's bytes.
+void serve(swarm::CallConnection & connection, const py::object & answer) {
+    const py::gil_scoped_release release;
+    connection.serve([&](const uint8_t * data, size_t size, double age_s, const swarm::CallConnection::Reply & reply) {
+        const py::gil_scoped_acquire acquire;
+        py::object                   message = py::none();
+        if (data != nullptr) {
+            message = py::bytes(reinterpret_cast<const char *>(data), size);
+        }
+        const py::buffer      body = answer(std::move(message), age_s);
+        const py::buffer_info info = body.request();
+        if (info.ndim != 1 || info.itemsize != 1 || info.strides[0] != 1) {
+            throw py::type_error("the answer to a message must be bytes");
+        }
+        const py::gil_scoped_release release_again;
+        reply(info.ptr, static_cast<size_t>(info.size));
+    });
+}
+
+py::dict counters(const swarm::CallServer & server) {
+    const swarm::CallCounters c = server.counters();
+    return py::dict(py::arg("calls") = c.calls, py::arg("pairs") = c.pairs, py::arg("bytes_received") = c.bytes_received,
+                    py::arg("bytes_sent") = c.bytes_sent, py::arg("queue_us") = c.queue_us,
+                    py::arg("compute_us") = c.compute_us);
 }
 
 }  // namespace
@@ -180,7 +213,7 @@ PYBIND11_MODULE(_kernels, m) {
              }),
              py::arg("type"), py::arg("ne"), py::arg("parts"));
 
-    py::class_<swarm::ExpertStore>(m, "ExpertStore")
+    py::class_<swarm::ExpertStore, std::shared_ptr<swarm::ExpertStore>>(m, "ExpertStore")
         .def(py::init<const std::string &, int>(), py::arg("device"), py::arg("threads"))
         .def_property_readonly("device", &swarm::ExpertStore::device)
         .def_property_readonly("threads", &swarm::ExpertStore::threads)
@@ -189,7 +222,38 @@ PYBIND11_MODULE(_kernels, m) {
         .def("drop", &swarm::ExpertStore::drop, py::arg("layer"), py::arg("first"), py::arg("last"),
              py::call_guard<py::gil_scoped_release>())
         .def("slices", &swarm::ExpertStore::slices)
+        .def("set_part_products_max", &swarm::ExpertStore::set_part_products_max, py::arg("n_products"))
+        .def("kept_graphs", &swarm::ExpertStore::kept_graphs, py::call_guard<py::gil_scoped_release>())
         .def("ffn", &ffn, py::arg("program_digest"), py::arg("layer"), py::arg("h").noconvert(),
              py::arg("row").noconvert(), py::arg("expert").noconvert(), py::arg("weight").noconvert(), py::arg("n_rows"),
              py::arg("reduce"));
+
+    py::class_<swarm::CallServer, std::shared_ptr<swarm::CallServer>>(m, "CallServer")
+        .def(py::init<const std::string &, int64_t, size_t, double>(), py::arg("device"), py::arg("max_rows"),
+             py::arg("waiting_max"), py::arg("delay_s") = 0.0)
+        .def("publish",
+             [](swarm::CallServer & server, const std::string & model, int layer, std::shared_ptr<swarm::ExpertStore> store,
+                uint64_t program_digest, int64_t n_in, int64_t n_out, int64_t n_used, bool per_pair, bool uses_weight,
+                const py::bytes & ready) {
+                 const std::string each = ready;
+                 server.publish(model, layer, { std::move(store), program_digest, n_in, n_out, n_used, per_pair, uses_weight,
+                                                std::vector<uint8_t>(each.begin(), each.end()) });
+             },
+             py::arg("model"), py::arg("layer"), py::arg("store"), py::arg("program_digest"), py::arg("n_in"),
+             py::arg("n_out"), py::arg("n_used"), py::arg("per_pair"), py::arg("uses_weight"), py::arg("ready"))
+        .def("withdraw", &swarm::CallServer::withdraw, py::arg("model"), py::arg("layer"))
+        .def("set_term", &swarm::CallServer::set_term, py::arg("model"), py::arg("term"))
+        .def("counters", &counters)
+        .def_property_readonly("waiting", &swarm::CallServer::waiting);
+
+    py::class_<swarm::CallConnection>(m, "CallConnection")
+        .def(py::init([](std::shared_ptr<swarm::CallServer> server, int fd, size_t max_message_bytes, double silence_s,
+                         double linger_s) {
+                 return std::make_unique<swarm::CallConnection>(std::move(server), fd, max_message_bytes,
+                                                                swarm::CallConnection::Timeouts{ silence_s, linger_s });
+             }),
+             py::arg("server"), py::arg("fd"), py::arg("max_message_bytes"), py::arg("silence_s"), py::arg("linger_s"))
+        .def("serve", &serve, py::arg("answer"))
+        .def("renew", &swarm::CallConnection::renew)
+        .def("stop", &swarm::CallConnection::stop);
 }

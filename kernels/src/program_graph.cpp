@@ -103,7 +103,7 @@ ProgramShape program_shape(const Program & program, const std::map<std::string, 
 namespace {
 
 // Four tensors a step at most (gather), the inputs, and the result's copy.
-constexpr size_t tensors_max = 4 * Program::max_steps + 8;
+size_t tensors_max(const Program & program) { return 4 * program.steps.size() + 8; }
 
 // Rows without gaps: a cut of several pairs has some.
 ggml_tensor * contiguous(ggml_context * context, ggml_tensor * t) {
@@ -112,8 +112,8 @@ ggml_tensor * contiguous(ggml_context * context, ggml_tensor * t) {
 
 }  // namespace
 
-size_t program_graph_context_bytes() {
-    return tensors_max * ggml_tensor_overhead() + ggml_graph_overhead_custom(tensors_max, false);
+size_t program_graph_context_bytes(const Program & program) {
+    return tensors_max(program) * ggml_tensor_overhead() + ggml_graph_overhead_custom(tensors_max(program), false);
 }
 
 ProgramGraph build_program_graph(ggml_context * context, const Program & program, const ProgramShape & shape,
@@ -176,7 +176,7 @@ ProgramGraph build_program_graph(ggml_context * context, const Program & program
     }
     g.out = contiguous(context, values[static_cast<size_t>(program.result)]);
     ggml_set_output(g.out);
-    g.graph = ggml_new_graph_custom(context, tensors_max, false);
+    g.graph = ggml_new_graph_custom(context, tensors_max(program), false);
     ggml_build_forward_expand(g.graph, g.out);
     return g;
 }

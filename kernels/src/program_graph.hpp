@@ -27,7 +27,8 @@ struct ProgramGraph {
     ggml_cgraph * graph  = nullptr;
 };
 
-size_t program_graph_context_bytes();
+// Memory of the ggml context that the graph of this program is built in.
+size_t program_graph_context_bytes(const Program & program);
 
 // weights: [..., n_local] tensors by name.
 ProgramGraph build_program_graph(ggml_context * context, const Program & program, const ProgramShape & shape,

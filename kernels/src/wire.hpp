@@ -3,6 +3,7 @@
 
 #include "floats.hpp"
 #include "msgpack.hpp"
+#include "reduce.hpp"
 
 #include <cstdint>
 #include <string>
@@ -11,8 +12,6 @@
 namespace swarm {
 
 constexpr uint64_t protocol_version = 1;
-
-enum class Reduce : uint8_t { rows, sum };
 
 bool             parse_reduce(std::string_view name, Reduce & reduce);
 std::string_view reduce_name(Reduce reduce);
