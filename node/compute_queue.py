@@ -33,7 +33,7 @@ class _Job:
     # None once the job has run, so that nobody who still waits for something else keeps its arrays alive.
     work: Callable[[], Any] | None
     future: asyncio.Future[Computed[Any]]
-    submitted_s: float
+    arrived_s: float
     deadline_s: float | None
 
 
@@ -46,28 +46,33 @@ class ComputeQueue:
         self._delay_s = delay_s
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
+        #: Calls that wait for the device without coming through here.
+        self.others_waiting: Callable[[], int] = lambda: 0
         # A daemon, since a kernel in mid-call cannot be interrupted and must not hold up the end of the process.
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     @property
     def waiting(self) -> int:
-        return self._jobs.qsize()
+        return self._jobs.qsize() + self.others_waiting()
 
-    async def call(self, work: Callable[[], T], deadline_s: float) -> Computed[T]:
-        """Runs `work` unless `deadline_s` (of time.monotonic) passes before it starts.
+    async def call(self, work: Callable[[], T], arrived_s: float, deadline_s: float) -> Computed[T]:
+        """Runs `work` unless `deadline_s` (as `arrived_s`, of time.monotonic) passes before it starts.
 
         Raises CallRefused (too_late), or what `work` raised.
         """
-        if self.waiting >= self._max_waiting:
-            raise CallRefused(f"{self.waiting} calls are waiting already", kind="too_late", retry=True)
-        return await self._submit(work, deadline_s)
+        waiting = self.waiting
+        if waiting >= self._max_waiting:
+            raise CallRefused(f"{waiting} calls are waiting already", kind="too_late", retry=True)
+        if time.monotonic() > deadline_s:
+            raise _too_late(arrived_s)
+        return await self._submit(work, arrived_s, deadline_s)
 
     async def run(self, work: Callable[[], T]) -> T:
         """Runs `work`, however long the queue is: for the server's own jobs, of which there is one at a time."""
-        return (await self._submit(work, None)).value
+        return (await self._submit(work, time.monotonic(), None)).value
 
-    def _submit(self, work: Callable[[], T], deadline_s: float | None) -> asyncio.Future[Computed[T]]:
-        job = _Job(work, self._loop.create_future(), time.monotonic(), deadline_s)
+    def _submit(self, work: Callable[[], T], arrived_s: float, deadline_s: float | None) -> asyncio.Future[Computed[T]]:
+        job = _Job(work, self._loop.create_future(), arrived_s, deadline_s)
         self._jobs.put(job)
         return job.future
 
@@ -86,10 +91,7 @@ class ComputeQueue:
         try:
             if job.deadline_s is not None:
                 if started_s > job.deadline_s:
-                    waited_ms = round(1000 * (started_s - job.submitted_s))
-                    raise CallRefused(
-                        f"the deadline passed: the call waited {waited_ms} ms", kind="too_late", retry=True
-                    )
+                    raise _too_late(job.arrived_s)
                 if self._delay_s:
                     time.sleep(self._delay_s)
                     started_s += self._delay_s
@@ -98,7 +100,7 @@ class ComputeQueue:
             self._finish(job.future, None, error)
         else:
             ended_s = time.monotonic()
-            queue_us = round(1e6 * (started_s - job.submitted_s))
+            queue_us = round(1e6 * (started_s - job.arrived_s))
             self._finish(job.future, Computed(value, queue_us, max(0, round(1e6 * (ended_s - started_s)))), None)
 
     def _finish(
@@ -115,3 +117,8 @@ class ComputeQueue:
         # A closed loop raises: the process is ending, and nobody waits.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(deliver)
+
+
+def _too_late(arrived_s: float) -> CallRefused:
+    waited_ms = round(1000 * (time.monotonic() - arrived_s))
+    return CallRefused(f"the deadline passed: the call waited {waited_ms} ms", kind="too_late", retry=True)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import ModuleType
@@ -37,11 +37,16 @@ class ExpertCalls:
         self._codec = ThreadPoolExecutor(1, thread_name_prefix="codec")
         # The highest term seen, by model.
         self._terms: dict[str, int] = {}
+        #: Told the term of each model's router as it rises.
+        self.on_term: Callable[[str, int], None] = lambda model_id, term: None
+        #: The counters of calls answered elsewhere.
+        self.other_counters: Callable[[], Mapping[str, int]] = dict
         self._counters: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()
 
     def statistics(self) -> dict[str, Any]:
-        counters = {name: self._counters[name] for name in _COUNTERS}
+        others = self.other_counters()
+        counters = {name: self._counters[name] + others.get(name, 0) for name in _COUNTERS}
         return {**counters, "errors": dict(self._errors), "terms": dict(self._terms)}
 
     async def answer(self, body: Body, arrived_s: float) -> tuple[int, Body]:
@@ -57,7 +62,7 @@ class ExpertCalls:
                 work, n_pairs = self._prepare(request)
                 deadline_s = arrived_s + request.deadline_ms / 1000
                 del request
-                computing = self._compute.call(work, deadline_s)
+                computing = self._compute.call(work, arrived_s, deadline_s)
                 del work
                 computed = await computing
                 del computing
@@ -70,7 +75,7 @@ class ExpertCalls:
                 del computed
                 reply = encode() if 4 * n_values <= LARGE_BYTES else await self._off_loop(encode)
             except OverflowError as error:
-                raise CallRefused(str(error), kind="failed") from None
+                raise CallRefused(str(error), kind="failed", layer=layer_number) from None
             except CallRefused as error:
                 error.layer = layer_number if error.layer is None else error.layer
                 raise
@@ -96,7 +101,9 @@ class ExpertCalls:
             raise CallRefused(
                 f"the call is of term {request.term}, a router of term {seen} is known", kind="stale_term"
             )
-        self._terms[request.model] = request.term
+        if request.model not in self._terms or request.term > seen:
+            self._terms[request.model] = request.term
+            self.on_term(request.model, request.term)
         self._slices.require(request.model, layer, request.expert)
         n_pairs = len(request.expert)
         shape = (n_pairs if request.reduce == "rows" else request.n_rows, layer.n_out)

@@ -37,6 +37,7 @@ from node.call_guard import CallGuard
 from node.compute_queue import ComputeQueue
 from node.errors import CallRefused, MalformedMessage, NotAuthenticated
 from node.expert_calls import ExpertCalls
+from node.native_calls import NativeCalls
 from node.slices import SliceHolder
 from node.swarm_key import STREAMED, Accepted
 from node.unpack import LARGE_BYTES, Body
@@ -66,11 +67,24 @@ class ExpertServer:
         # Of expert weights that the device reads; 0: not measured.
         self.bytes_per_s = 0.0
         self._loop = asyncio.get_running_loop()
-        self._compute = ComputeQueue(
-            "compute", wire.MAX_WAITING_CALLS, float(os.environ.get("SWARM_DEBUG_SLEEP_S", "0"))
-        )
+        delay_s = float(os.environ.get("SWARM_DEBUG_SLEEP_S", "0"))
+        self._compute = ComputeQueue("compute", wire.MAX_WAITING_CALLS, delay_s)
         self.slices = SliceHolder(kernels, device, threads, max_rows, self._compute)
         self._calls = ExpertCalls(kernels, self.slices, self._compute)
+        self._native: NativeCalls | None = None
+        if NativeCalls.possible(kernels):
+            self._native = NativeCalls(
+                kernels,
+                device,
+                max_rows,
+                max_waiting=wire.MAX_WAITING_CALLS,
+                delay_s=delay_s,
+                answer=self._answer_message,
+            )
+            self.slices.on_change = self._native.publish
+            self._calls.on_term = self._native.set_term
+            self._calls.other_counters = self._native.counters
+            self._compute.others_waiting = self._native.waiting
         self._sockets: dict[web.WebSocketResponse, _SocketState] = {}
         self._http = _LimitedServer(
             self._dispatch,
@@ -149,6 +163,7 @@ class ExpertServer:
                 "connections": len(self._http.connections),
                 "waiting": self._compute.waiting,
                 "expert_bytes_per_s": self.bytes_per_s,
+                "native_calls": 0 if self._native is None else self._native.counters()["calls"],
                 **self._calls.statistics(),
                 "slices": [{**held.describe(), "bytes": held.memory_bytes} for held in self.slices.slices()],
             }
@@ -236,6 +251,13 @@ class ExpertServer:
         socket = web.WebSocketResponse(max_msg_size=limit + 1, compress=False, autoping=True, heartbeat=None)
         if accepted is not None:
             socket.headers["Authentication-Info"] = accepted.reply_header(101, STREAMED)
+        if self._native is not None and request.transport is not None:
+            # Before the answer, since what comes after it is for the native side to read.
+            transport = request.transport
+            transport.pause_reading()
+            await socket.prepare(request)
+            await self._native.serve(transport, limit, SILENCE_S, LINGER_S)
+            return socket
         await socket.prepare(request)
         state = self._sockets[socket] = _SocketState(limit)
         try:
@@ -254,7 +276,7 @@ class ExpertServer:
                         await socket.close(code=1012, message=b"the body limit has grown")
                         break
                 elif message.type is WSMsgType.TEXT:
-                    await socket.send_bytes(self._calls.refuse(MalformedMessage("a call is a binary message"))[1])
+                    await socket.send_bytes(cast(bytes, await self._answer_message(None, 0)))
                 else:
                     break
         except (TimeoutError, ConnectionError):
@@ -263,7 +285,15 @@ class ExpertServer:
             del self._sockets[socket]
         return socket
 
+    async def _answer_message(self, body: Body | None, arrived_s: float) -> Body:
+        """The answer to a message of a WebSocket, None being one that is not binary."""
+        if body is None:
+            return self._calls.refuse(MalformedMessage("a call is a binary message"))[1]
+        return (await self._calls.answer(body, arrived_s))[1]
+
     def _renew_sockets(self) -> None:
+        if self._native is not None:
+            self._native.renew(self.slices.limit_bytes)
         for socket, state in self._sockets.items():
             if state.limit_bytes < self.slices.limit_bytes and not state.busy:
                 state.closing = self._loop.create_task(socket.close(code=1012, message=b"the body limit has grown"))

@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 PROBE_EXPERTS = 8
 
 Report = Callable[[dict[str, Any]], None]
+# Model id and layer of which other experts became ready, or none any more.
+Changed = Callable[[str, "Model", "Layer"], None]
 
 
 @dataclass(eq=False)
@@ -93,6 +95,7 @@ class SliceHolder:
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="loader")
         self._was_ordered = False
         self.limit_bytes = body_limit_bytes(max_rows, 0, 0, False)
+        self.on_change: Changed = lambda model_id, model, layer: None
 
     def slices(self) -> Iterator[Slice]:
         for model in self._models.values():
@@ -183,7 +186,7 @@ class SliceHolder:
             if model is None or layer is None or (first, last) not in layer.slices:
                 return
             dropped = layer.slices.pop((first, last))
-            layer.refresh()
+            self._refresh(model_id, model, layer)
             if dropped.state == "ready":
                 # In the queue's order: calls accepted before this still compute.
                 await self._compute.run(partial(model.store.drop, number, first, last))
@@ -205,7 +208,7 @@ class SliceHolder:
         known = layer.slices.get((first, last))
         if known is None or known.state == "failed":
             known = layer.slices[first, last] = Slice(model_id, number, first, last)
-            layer.refresh()
+            self._refresh(model_id, model, layer)
         elif known.state == "wanted":
             # Another order waits to load it and will report it; this one must not do so twice.
             return Slice(model_id, number, first, last, state="loading")
@@ -237,7 +240,7 @@ class SliceHolder:
             return {"type": "failed", **key, "reason": wanted.reason}
         layer.n_in, layer.n_out = int(info.n_in), int(info.n_out)
         wanted.state, wanted.memory_bytes = "ready", int(info.bytes)
-        layer.refresh()
+        self._refresh(wanted.model, model, layer)
         self._refresh_limit()
         return _ready(wanted)
 
@@ -274,6 +277,10 @@ class SliceHolder:
                 raise SwarmError(
                     f"self-test: experts {bad} give values that are not finite; is the model file damaged?"
                 )
+
+    def _refresh(self, model_id: str, model: Model, layer: Layer) -> None:
+        layer.refresh()
+        self.on_change(model_id, model, layer)
 
     def _refresh_limit(self) -> None:
         limits = [body_limit_bytes(self._max_rows, 0, 0, False)]
