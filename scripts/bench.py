@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench_call import call_costs, print_calls
+
 import kernels
 from node.demo_model import demo_model
 from node.layer_programs import EXPERT_TENSOR_PATTERN, read_programs, swarm_backend_path
@@ -25,6 +27,7 @@ from node.model_index import ModelIndex, read_model
 
 # tokens generated (decode) and tokens of the prompt (prompt)
 N_DECODE, N_PROMPT = 64, 512
+SUITES = ("call", "decode", "prompt")
 
 
 @dataclass
@@ -121,7 +124,7 @@ async def run(options: argparse.Namespace) -> list[Way]:
                 ways += await stack.enter_async_context(swarm(index, nodes, options, folder))
             # Interleaved, so that a slow minute of the machine falls on all of them.
             for number in range(options.repeat):
-                for suite in options.suites:
+                for suite in (suite for suite in options.suites if suite != "call"):
                     for way in ways:
                         print(
                             f"\r\033[K{suite}, round {number + 1} of {options.repeat}: {way.name}",
@@ -133,7 +136,16 @@ async def run(options: argparse.Namespace) -> list[Way]:
     return ways
 
 
-def report(options: argparse.Namespace, ways: list[Way]) -> dict[str, Any]:
+async def run_calls(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The suite `call`: of each number of servers the run with the median of the repeated runs' medians."""
+    rows = []
+    for servers in options.call_servers:
+        runs = [await call_costs(servers, options.call_rounds, threads=options.threads) for _ in range(options.repeat)]
+        rows.append(sorted(runs, key=lambda run: float(run["p50_us"]))[len(runs) // 2])
+    return rows
+
+
+def report(options: argparse.Namespace, ways: list[Way], calls: list[dict[str, Any]]) -> dict[str, Any]:
     def figures(samples: list[float], stock: list[float]) -> Mapping[str, float]:
         return {
             "median": statistics.median(samples),
@@ -142,7 +154,7 @@ def report(options: argparse.Namespace, ways: list[Way]) -> dict[str, Any]:
             "of_stock": statistics.median(samples) / statistics.median(stock),
         }
 
-    stock = ways[0].samples
+    stock = ways[0].samples if ways else {}
     return {
         "machine": f"{platform.machine()}, {_cpu_name()}, {kernels.cpu_quota():g} cores",
         "build": kernels.build_id(),
@@ -150,8 +162,12 @@ def report(options: argparse.Namespace, ways: list[Way]) -> dict[str, Any]:
         "threads_each_process": options.threads,
         "polling": "off in every process",
         "suites": {
-            suite: {way.name: figures(way.samples[suite], stock[suite]) for way in ways} for suite in options.suites
+            suite: {way.name: figures(way.samples[suite], stock[suite]) for way in ways}
+            for suite in options.suites
+            if suite != "call"
         },
+        "call": calls,
+        "load": os.getloadavg(),
     }
 
 
@@ -165,7 +181,10 @@ def _cpu_name() -> str:
 
 def print_table(document: dict[str, Any]) -> None:
     print(f"{document['machine']}; model: {document['model']}; build {document['build']}")
-    print(f"threads of each process: {document['threads_each_process']}; polling {document['polling']}\n")
+    print(f"threads of each process: {document['threads_each_process']}; polling {document['polling']}")
+    print(f"load of the machine at the end: {' '.join(f'{load:.1f}' for load in document['load'])}\n")
+    if document["call"]:
+        print_calls(document["call"])
     for suite, by_way in document["suites"].items():
         print(f"{suite} ({N_DECODE if suite == 'decode' else N_PROMPT} tokens)")
         print(f"  {'':28} {'tokens/s':>9} {'least':>9} {'most':>9} {'of stock':>9}")
@@ -180,10 +199,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="threads of each process (default: 1)")
     parser.add_argument("--repeat", type=int, default=5, help="rounds; the table shows medians (default: 5)")
     parser.add_argument("--servers", type=int, nargs="+", default=[1, 2], help="swarm sizes (default: 1 2)")
-    parser.add_argument("--suites", nargs="+", choices=("decode", "prompt"), default=["decode", "prompt"])
+    parser.add_argument("--suites", nargs="+", choices=SUITES, default=SUITES)
+    parser.add_argument("--call-servers", type=int, nargs="+", default=[1, 2, 4], help="for call (default: 1 2 4)")
+    parser.add_argument("--call-rounds", type=int, default=5000, help="calls of one run (default: 5000)")
     parser.add_argument("--json", action="store_true", help="JSON instead of the table")
     options = parser.parse_args()
-    document = report(options, asyncio.run(run(options)))
+    calls = asyncio.run(run_calls(options)) if "call" in options.suites else []
+    ways = asyncio.run(run(options)) if set(options.suites) - {"call"} else []
+    document = report(options, ways, calls)
     if options.json:
         print(json.dumps(document, indent=1))
     else:
