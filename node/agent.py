@@ -406,7 +406,8 @@ class Agent:
             code = "missing_slices" if missing else "model_loading"
             return Unavailable(code, f"The model is not ready: {self.waits_for(router)}", missing=missing)
         if self.role is not None and self.role.engine is not None:
-            return Here(self.role.engine.url, self.role.engine.api_key, self.config.model.parallel)
+            engine = self.role.engine
+            return Here(engine.url, engine.api_key, self.config.model.parallel, engine.hold)
         if url:
             return There(record.name, url)
         return Unavailable("model_loading", "The router engine is starting")

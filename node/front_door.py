@@ -19,6 +19,7 @@ from aiohttp import web
 
 from node.api_errors import Api, ApiError, expert_range, unknown_model
 from node.auth import api_key_matches
+from node.client_hold import ClientHolds
 from node.client_watch import ClientGone, ClientWatch, Interrupted, watch_client
 from node.exchange import Exchange, Failures
 from node.peer_http import RELAY_PREFIX
@@ -57,11 +58,15 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class Here:
-    """The router is this node. ``url``, ``api_key`` and ``slots`` (``--parallel``): of its llama-server."""
+    """The router is this node. ``url``, ``api_key`` and ``slots`` (``--parallel``): of its llama-server.
+
+    ``hold`` has it begin no decode for so many milliseconds; None: it has no Swarm backend that could be asked for that.
+    """
 
     url: str
     api_key: str
     slots: int
+    hold: Callable[[int], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -148,6 +153,7 @@ class Door:
         self._bodies = BodyReader(self._options.body_bytes_max, self._options.held_bytes_max)
         self._failures = Failures()
         self._turns = Turns()
+        self._holds = ClientHolds()
         self._open: set[ClientWatch] = set()
         self._stopping: str | None = None
         self.statistics = DoorStatistics()
@@ -174,6 +180,7 @@ class Door:
     async def stop(self, _: web.Application) -> None:
         """Ends every open request with an error, and takes no more."""
         self._stopping = "This node is being stopped"
+        self._holds.stop()
         for watch in list(self._open):
             watch.interrupt(self._stopping)
 
@@ -277,11 +284,12 @@ class Door:
         headers = {name: request.headers[name] for name in ("Content-Type", "Accept") if name in request.headers}
         try:
             async with watch_client(request, self._options.stall_timeout_s) as watch, self._turn(watch, path):
-                upstream = await self._upstream(path, body, from_peer)
+                upstream, hold = await self._upstream(path, body, from_peer)
                 self.statistics.relayed += 1
                 exchange = Exchange(request, api, self._failures if upstream.node is None else None)
-                async with self._relay.ask(upstream, body, headers) as answer:
-                    return await exchange.relay(answer, watch)
+                with self._holds.request(hold) as passed:
+                    async with self._relay.ask(upstream, body, headers) as passed.answer:
+                        return await exchange.relay(passed.answer, watch)
         except ClientGone as gone:
             self.statistics.clients_gone += 1
             log.info("%s: %s", path, gone)
@@ -319,19 +327,21 @@ class Door:
         finally:
             self._open.discard(watch)
 
-    async def _upstream(self, path: str, body: bytes, from_peer: bool) -> Upstream:
+    async def _upstream(self, path: str, body: bytes, from_peer: bool) -> tuple[Upstream, Callable[[int], None] | None]:
+        """Whom to ask, and how to have its decodes held; None where that is of no use."""
         router = self._swarm.router()
         if isinstance(router, Unavailable):
             raise _unavailable(router)
         if isinstance(router, Here):
             authorization = {"Authorization": f"Bearer {router.api_key}"}
-            return Upstream(f"{router.url}{path}", authorization, "this node's llama-server")
+            hold = None if path in _WITHOUT_SLOT else router.hold
+            return Upstream(f"{router.url}{path}", authorization, "this node's llama-server"), hold
         if from_peer:  # which has not heard yet that the router is another; passed on, a request could go in a circle
             raise _unavailable(Unavailable("not_router", f"This node is not the router; {router.name} is"))
         path = RELAY_PREFIX + path
         proof = await self._swarm.peer_proof(router, path, body)
         title = f"the router, node {router.name},"
-        return Upstream(f"{router.url}{path}", proof.headers, title, router.name, proof.check_reply)
+        return Upstream(f"{router.url}{path}", proof.headers, title, router.name, proof.check_reply), None
 
 
 def add_routes(app: web.Application, door: Door) -> None:

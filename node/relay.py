@@ -55,6 +55,8 @@ class Answer:
         self.status = response.status
         self.headers = {name: response.headers[name] for name in _ANSWER_HEADERS if name in response.headers}
         self.is_event_stream = response.content_type == "text/event-stream"
+        #: Whether something of the body has come.
+        self.has_begun = False
 
     async def read(self) -> bytes:
         """What has come of the body, as soon as something has; b"" at its end. Raises UpstreamBroken.
@@ -62,9 +64,11 @@ class Answer:
         No more is read from the connection than 128 KiB ahead of this.
         """
         try:
-            return await self._response.content.readany()
+            data = await self._response.content.readany()
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
             raise self.broken(error) from error
+        self.has_begun = self.has_begun or bool(data)
+        return data
 
     def broken(self, reason: Exception | str) -> UpstreamBroken:
         """The error for this answer, if it ended too early or cannot be passed on."""

@@ -41,12 +41,22 @@ REPORT_DELAY_S = 0.2
 _METRICS_TIMEOUT_S = 2.0
 # It has some 20 metrics: 3 KiB.
 _METRICS_BYTES_MAX = 64 << 10
+# The backend answers a table as soon as it has read it; this is for a machine that is out of breath.
+_TABLE_TIMEOUT_S = 10.0
+# A backend that answers none must not make them pile up.
+_UNANSWERED_MAX = 64
+#: What a hold may last, as the backend bounds it.
+HOLD_MS_MAX = 2000
 # sun_path holds 104 bytes on macOS, 108 on Linux.
 _SOCKET_PATH_BYTES_MAX = 103
 
 
 class RouterEngineError(SwarmError):
     """llama-server could not be started, or has ended. The message holds the end of its log."""
+
+
+class TableNotUsed(SwarmError):
+    """The Swarm backend refused a routing table, or did not answer in time. The one before stays in use."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +99,32 @@ class RouterEngine:
     _log_path: Path = field(repr=False)
 
     def set_table(self, table: RoutingTable) -> None:
-        """Gives the backend a new table, used from its next layer on."""
+        """Gives the backend a new table, used from its next layer on, and for what of the present one must be tried again.
+
+        Whether the backend has taken it says ``table_in_use``; why it has not, ``table_problem``.
+        """
         self._control.set_table(table)
+
+    async def use_table(self, table: RoutingTable, timeout_s: float = _TABLE_TIMEOUT_S) -> None:
+        """As ``set_table``, and waits until the backend uses this table, or one that was set after it.
+
+        Raises TableNotUsed.
+        """
+        await self._control.use_table(table, timeout_s)
+
+    @property
+    def table_in_use(self) -> RoutingTable | None:
+        """The last table that the backend said it uses; None before the first."""
+        return self._control.in_use
+
+    @property
+    def table_problem(self) -> str:
+        """Why the backend refused the last table; empty if it has not."""
+        return self._control.table_problem
+
+    def hold(self, ms: int) -> None:
+        """Lets the backend begin no layer within the next ``ms``, at most HOLD_MS_MAX; 0 ends that. The last call counts."""
+        self._control.hold(ms)
 
     @property
     def failures(self) -> deque[ExpertFailure]:
@@ -110,8 +144,11 @@ class RouterEngine:
     async def metrics_text(self, session: aiohttp.ClientSession) -> str:
         """llama-server's metrics in Prometheus' text format, at most 64 KiB.
 
-        Raises RouterEngineError when it does not give them within 2 s.
+        Raises RouterEngineError when it does not give them within 2 s, and at once during a hold, which they would undo:
+        they are one of the results that must not come.
         """
+        if self._control.is_held:
+            raise RouterEngineError("llama-server gives no metrics: it is being held")
         try:
             async with (
                 asyncio.timeout(_METRICS_TIMEOUT_S),
@@ -134,11 +171,24 @@ class RouterEngine:
         raise RouterEngineError(f"llama-server ended with status {status}:\n{_tail(self._log_path)}")
 
 
+class _SentTable:
+    """A table on its way to the backend. ``problem``: its answer, empty when it is in use."""
+
+    def __init__(self, table_id: int, table: RoutingTable) -> None:
+        self.id = table_id
+        self.table = table
+        self.problem: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+
 class _Control:
     """The agent's end of the control channel."""
 
     def __init__(self, table: RoutingTable, on_failure: Callable[[ExpertFailure], None] | None) -> None:
-        self._table_line = self._encode(table)
+        # Those that the backend has not answered, oldest first.
+        self._sent: deque[_SentTable] = deque([_SentTable(1, table)])
+        self._last_sent = self._sent[-1]
+        self.in_use: RoutingTable | None = None
+        self.table_problem = ""
         self._on_failure = on_failure
         self._writers: set[asyncio.StreamWriter] = set()
         # Enough to explain the requests of a busy minute; older ones are in the log.
@@ -146,15 +196,40 @@ class _Control:
         self.statistics: dict[str, Any] = {}
         self.connected = asyncio.Event()
         self.problem: str | None = None
+        self._held_until_s = 0.0
 
-    @staticmethod
-    def _encode(table: RoutingTable) -> bytes:
-        return json.dumps({"type": "table", "table": json.loads(table.to_json())}).encode() + b"\n"
+    @property
+    def is_held(self) -> bool:
+        return asyncio.get_running_loop().time() < self._held_until_s
 
-    def set_table(self, table: RoutingTable) -> None:
-        self._table_line = self._encode(table)
+    def set_table(self, table: RoutingTable) -> _SentTable:
+        self._last_sent = _SentTable(self._last_sent.id + 1, table)
+        self._sent.append(self._last_sent)
+        if len(self._sent) > _UNANSWERED_MAX:
+            self._sent.popleft().problem.set_result("the Swarm backend answers no routing table")
         for writer in self._writers:
-            writer.write(self._table_line)
+            self._send_table(writer)
+        return self._last_sent
+
+    def _send_table(self, writer: asyncio.StreamWriter) -> None:
+        table = json.loads(self._last_sent.table.to_json())
+        writer.write(_line({"type": "table", "id": self._last_sent.id, "table": table}))
+
+    async def use_table(self, table: RoutingTable, timeout_s: float) -> None:
+        sent = self.set_table(table)
+        try:
+            problem = await asyncio.wait_for(asyncio.shield(sent.problem), timeout_s)
+        except TimeoutError:
+            problem = f"the Swarm backend has not answered routing table {table.sequence} within {timeout_s:g} s"
+        if problem:
+            raise TableNotUsed(problem)
+
+    def hold(self, ms: int) -> None:
+        if not 0 <= ms <= HOLD_MS_MAX:
+            raise ValueError(f"a hold of {ms} ms is not one of 0 to {HOLD_MS_MAX}")
+        self._held_until_s = asyncio.get_running_loop().time() + ms / 1000
+        for writer in self._writers:
+            writer.write(_line({"type": "hold", "ms": ms}))
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)
@@ -163,7 +238,9 @@ class _Control:
                 message = json.loads(line)
                 if message["type"] == "hello":
                     self._hello(message)
-                    writer.write(self._table_line)
+                    self._send_table(writer)
+                elif message["type"] == "table":
+                    self._table_answer(message)
                 elif message["type"] == "failure":
                     self._failure(message)
                 elif message["type"] == "stats":
@@ -182,6 +259,22 @@ class _Control:
             )
         self.connected.set()
 
+    def _table_answer(self, message: dict[str, Any]) -> None:
+        table_id, problem = int(message["id"]), "" if message["ok"] else str(message["problem"])
+        answered = [sent for sent in self._sent if sent.id <= table_id]
+        if not answered or answered[-1].id != table_id:
+            return  # sent again with a new connection, and answered before
+        table = answered[-1].table
+        if problem:
+            problem = f"the Swarm backend refuses routing table {table.sequence} of term {table.term}: {problem}"
+            log.error("%s", problem)
+        else:
+            self.in_use = table
+        self.table_problem = problem
+        for sent in answered:  # those before the last were lost with a connection: only the last is sent again
+            self._sent.popleft()
+            sent.problem.set_result(problem)
+
     def _failure(self, message: dict[str, Any]) -> None:
         first, last = message["experts"]
         failure = ExpertFailure(
@@ -196,6 +289,10 @@ class _Control:
         log.error("experts failed: %s", failure)
         if self._on_failure is not None:
             self._on_failure(failure)
+
+
+def _line(message: Mapping[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
 
 
 @contextlib.asynccontextmanager
@@ -225,6 +322,7 @@ async def router_engine(
                 await _wait_ready(engine, control)
                 yield engine
             finally:
+                control.hold(0)  # it ends after the decode that it works on
                 await _stop(engine.process)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -310,12 +408,12 @@ async def _wait_ready(engine: RouterEngine, control: _Control) -> None:
 
 
 async def _pause(watching: asyncio.Task[NoReturn], control: _Control, seconds: float) -> None:
-    """Raises RouterEngineError when the engine ended or is of another build."""
+    """Raises RouterEngineError when the engine ended, is of another build, or refuses the table."""
     await asyncio.wait({watching}, timeout=seconds)
     if watching.done():
         await watching
-    if control.problem is not None:
-        raise RouterEngineError(control.problem)
+    if problem := control.problem or control.table_problem:
+        raise RouterEngineError(problem)
 
 
 async def _healthy(session: aiohttp.ClientSession, url: str) -> bool:

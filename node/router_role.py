@@ -92,7 +92,7 @@ class RouterRole:
             state=self.state,
             plan=self._plan,
             not_ready=self._not_ready,
-            reason=self.reason[:400],
+            reason=(self.reason or (self.engine.table_problem if self.engine is not None else ""))[:400],
         )
 
     def update(self, nodes: Mapping[str, KnownNode]) -> None:

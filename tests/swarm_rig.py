@@ -69,18 +69,17 @@ class Rig:
     def pids(self) -> list[int | None]:
         return [self.engine.process.pid, *(process.pid for process in self.held.servers.processes)]
 
-    def set_table(self, **changes: Any) -> None:
-        """The rig's table with changes, as a newer one."""
+    def newer_table(self, **changes: Any) -> RoutingTable:
+        """The rig's table with changes, as the newest one."""
         self._sequence += 1
-        self.engine.set_table(dataclasses.replace(self.table, **{"sequence": self._sequence, **changes}))
+        return dataclasses.replace(self.table, **{"sequence": self._sequence, **changes})
+
+    def set_table(self, **changes: Any) -> None:
+        self.engine.set_table(self.newer_table(**changes))
 
     async def use_table(self, **changes: Any) -> None:
-        """As `set_table`, and waits until the router has it: nothing says so, but a request takes longer."""
-        self.set_table(**changes)
-        try:
-            await self.ask(max_tokens=1)
-        except ChatError:
-            await self.failure()
+        """As `set_table`, and waits until the router has it."""
+        await self.engine.use_table(self.newer_table(**changes))
 
     async def failure(self) -> ExpertFailure:
         """The report that belongs to a failed request: there is exactly one, and it may come after the error."""

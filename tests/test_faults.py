@@ -121,6 +121,35 @@ async def test_a_killed_server_that_does_not_come_back_by_itself(rig: Rig, phase
     assert [pid for pid in rig.pids if pid != victim.pid] == others
 
 
+async def test_a_call_in_trouble_goes_over_to_a_newer_table(rig: Rig) -> None:
+    """Which names another holder, before the deadline of a call that began with the table before."""
+    expected = await rig.ask(LONG_QUESTION, 24)
+    servers = rig.held.servers
+    spare = ExpertProcess("spare", threads=1, stderr=servers.folder / "spare.log")
+    await rig.run(spare.start())
+
+    def fail(n_pieces: int) -> None:
+        if n_pieces == 5:
+            rig.proxy.mode = "close"
+            rig.proxy.after_bytes(1, asked)
+
+    def asked() -> None:  # a layer's call
+        rig.proxy.after_bytes(1, asked_again)
+
+    def asked_again() -> None:
+        rig.set_table(nodes=rig.nodes_with("spare", spare.port))
+
+    try:
+        await rig.load(spare, rig.victim_ranges)
+        assert await rig.ask(LONG_QUESTION, 24, fail) == expected
+        assert (await rig.statistics(spare))["calls"] > 0
+    finally:
+        rig.proxy.mode = "pass"
+        await rig.use_table()
+        await rig.run(spare.stop())
+    assert await rig.ask() == ANSWER
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def sleeper(rig: Rig) -> ExpertProcess:
     """A server with the victim's slices, healthy but for its compute thread, which sleeps in every call."""

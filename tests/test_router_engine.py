@@ -29,6 +29,7 @@ from node.router_engine import (
     EngineOptions,
     ExpertFailure,
     RouterEngineError,
+    TableNotUsed,
     router_engine,
 )
 from node.routing import RoutingNode, RoutingSlice, RoutingTable
@@ -95,11 +96,59 @@ async def test_a_table_without_a_slice_fails_by_name_and_a_full_one_mends_it(rig
 
 @module_loop
 async def test_an_older_table_is_ignored(rig: Rig) -> None:
-    await rig.use_table()
-    rig.engine.set_table(dataclasses.replace(rig.table, sequence=1, slices=()))
-    rig.engine.set_table(dataclasses.replace(rig.table, sequence=10**6, term=0, slices=()))
+    used = rig.newer_table()
+    await rig.engine.use_table(used)
+    assert rig.engine.table_in_use is used
+    with pytest.raises(
+        TableNotUsed, match=r"table 1 of term 1: it is older \(term 1, sequence 1\) than the one in use"
+    ):
+        await rig.engine.use_table(dataclasses.replace(rig.table, sequence=1, slices=()))
+    with pytest.raises(TableNotUsed, match="term 0: it is older"):
+        await rig.engine.use_table(dataclasses.replace(rig.table, sequence=10**6, term=0, slices=()))
+    assert rig.engine.table_in_use is used and "it is older" in rig.engine.table_problem
     for _ in range(2):
         assert await rig.ask() == ANSWER
+
+
+@module_loop
+async def test_a_table_that_is_refused_is_a_problem_until_a_good_one_comes(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    used = rig.newer_table()
+    await rig.engine.use_table(used)
+    nodes = (*rig.table.nodes[:2], dataclasses.replace(rig.table.nodes[2], host="a.name"))
+    refused, good = rig.newer_table(nodes=nodes), rig.newer_table()
+    # Two on their way: each is answered for itself.
+    answers = await asyncio.gather(rig.engine.use_table(refused), rig.engine.use_table(used), return_exceptions=True)
+    assert isinstance(answers[0], TableNotUsed) and "node 2 of the routing table (node2): " in str(answers[0])
+    assert answers[1] is None
+    assert "a.name" in caplog.text and f"routing table {refused.sequence}" in caplog.text
+    # The same again is in use, and no problem.
+    assert rig.engine.table_in_use is used and rig.engine.table_problem == ""
+    with pytest.raises(TableNotUsed):
+        await rig.engine.use_table(refused)
+    assert "a.name" in rig.engine.table_problem
+    assert await rig.ask() == ANSWER
+    await rig.engine.use_table(good)
+    assert rig.engine.table_in_use is good and rig.engine.table_problem == ""
+
+
+@module_loop
+async def test_a_hold_lasts_as_long_as_it_says(rig: Rig) -> None:
+    started_s = time.monotonic()
+    rig.engine.hold(1500)
+    assert await rig.ask(max_tokens=1) == "The"
+    assert time.monotonic() - started_s >= 1.5
+    for wrong_ms in (-1, 2001):
+        with pytest.raises(ValueError, match="hold"):
+            rig.engine.hold(wrong_ms)
+    assert "llamacpp:" in await rig.engine.metrics_text(rig.session)
+    rig.engine.hold(2000)
+    with pytest.raises(RouterEngineError, match="is being held"):
+        await rig.engine.metrics_text(rig.session)
+    rig.engine.hold(0)
+    assert "llamacpp:" in await rig.engine.metrics_text(rig.session)
+    assert await rig.ask() == ANSWER
 
 
 @module_loop
@@ -186,6 +235,13 @@ async def test_a_table_that_covers_nothing_fails_the_start(tmp_path: Path) -> No
     assert error == "llama-server's first decode failed: layer 0: no node holds any expert of layer 0"
 
 
+async def test_a_table_that_is_refused_fails_the_start(tmp_path: Path) -> None:
+    error = await failed_start(tmp_path, demo_model(), table_to(1, nodes=(RoutingNode("alpha", "a.name", 1),)))
+    assert error.startswith(
+        "the Swarm backend refuses routing table 1 of term 1: node 0 of the routing table (alpha): "
+    )
+
+
 async def test_a_file_that_llama_cpp_cannot_load_fails_the_start_with_its_words(tmp_path: Path) -> None:
     damaged = tmp_path / "damaged.gguf"
     with demo_model().open("rb") as file:
@@ -194,6 +250,8 @@ async def test_a_file_that_llama_cpp_cannot_load_fails_the_start_with_its_words(
     assert error.startswith("llama-server ended with status 1:\n")
     assert "damaged.gguf" in error and "failed to load model" in error
 
+
+HELLO: dict[str, Any] = {"type": "hello", "version": PROTOCOL_VERSION, "build": kernels.build_id(), "pid": 1}
 
 # Answers /health as llama-server does, and greets the control channel as it is told to.
 FAKE_SERVER = """#!{python}
@@ -229,8 +287,7 @@ def fake_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hello: dict[str
 async def test_a_backend_of_another_build_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], words: str
 ) -> None:
-    hello = {"type": "hello", "version": PROTOCOL_VERSION, "build": kernels.build_id(), "pid": 1} | changes
-    fake_server(tmp_path, monkeypatch, hello)
+    fake_server(tmp_path, monkeypatch, HELLO | changes)
     error = await failed_start(tmp_path, demo_model(), table_to(free_port()))
     assert words in error and kernels.build_id() in error and "Reinstall swarm-node" in error
 
@@ -241,14 +298,55 @@ async def test_a_server_without_the_backend_is_refused(tmp_path: Path, monkeypat
     assert error == "llama-server runs without the Swarm backend:\nthe last words of the log"
 
 
+async def test_tables_are_answered_also_through_a_new_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_server(tmp_path, monkeypatch, HELLO)
+    sockets: list[str] = []
+    real = asyncio.start_unix_server
+
+    async def start(*arguments: Any, path: Path, **options: Any) -> asyncio.Server:
+        sockets.append(str(path))
+        return await real(*arguments, path=path, **options)
+
+    monkeypatch.setattr(asyncio, "start_unix_server", start)
+    first = table_to(1)
+    tables = [dataclasses.replace(first, sequence=sequence) for sequence in range(1, 70)]
+    async with router_engine(str(demo_model()), tables[0], log_path=tmp_path / "router.log") as engine:
+        with pytest.raises(TableNotUsed, match=r"has not answered routing table 2 within 0\.1 s"):
+            await engine.use_table(tables[1], timeout_s=0.1)
+        waiting = [asyncio.create_task(engine.use_table(table)) for table in tables[2:4]]
+        await asyncio.sleep(0)
+        reader, writer = await asyncio.open_unix_connection(sockets[0])
+        writer.write(json.dumps(HELLO).encode() + b"\n")
+        sent = json.loads(await reader.readline())
+        # The last one, for all that were lost with the connection before.
+        assert sent["type"] == "table" and sent["table"] == json.loads(tables[3].to_json())
+        answer = {"type": "table", "id": sent["id"], "ok": True}
+        writer.write((json.dumps(answer) + "\n").encode() * 2)
+        await asyncio.gather(*waiting)
+        assert engine.table_in_use is tables[3] and engine.table_problem == ""
+        # A backend that answers nothing any more.
+        waiting = [asyncio.create_task(engine.use_table(table, timeout_s=5)) for table in tables[4:]]
+        with pytest.raises(TableNotUsed, match="answers no routing table"):
+            await waiting[0]
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        engine.hold(1100)
+        lines = [json.loads(await reader.readline()) for _ in tables[4:]]
+        assert [line["table"]["sequence"] for line in lines] == [table.sequence for table in tables[4:]]
+        assert json.loads(await reader.readline()) == {"type": "hold", "ms": 1100}
+        writer.close()
+
+
 async def test_a_long_folder_for_temporary_files_does_not_matter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / ("long" * 30)
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    hello = {"type": "hello", "version": PROTOCOL_VERSION, "build": kernels.build_id(), "pid": 1}
-    fake_server(tmp_path, monkeypatch, hello)
+    fake_server(tmp_path, monkeypatch, HELLO)
     async with (
         router_engine(str(demo_model()), table_to(free_port()), log_path=tmp_path / "router.log") as engine,
         aiohttp.ClientSession() as session,

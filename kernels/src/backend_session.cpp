@@ -54,7 +54,8 @@ BackendSession::BackendSession()
     const std::string address = environment("SWARM_CONTROL");
     if (!address.empty()) {
         ControlChannel::Handlers handlers;
-        handlers.on_table   = [this](std::shared_ptr<const RoutingTable> table) { caller_->set_table(std::move(table)); };
+        handlers.on_table   = [this](std::shared_ptr<const RoutingTable> table) { return use_table(std::move(table)); };
+        handlers.on_hold    = [this](double ms) { caller_->hold(ms); };
         handlers.statistics = [this] { return caller_->statistics(); };
         handlers.on_problem = [](const std::string & text) { GGML_LOG_WARN("swarm: %s\n", text.c_str()); };
         std::string problem;
@@ -66,6 +67,18 @@ BackendSession::BackendSession()
     if (!stats_path_.empty()) {
         std::atexit([] { BackendSession::instance().write_stats(); });
     }
+}
+
+std::string BackendSession::use_table(std::shared_ptr<const RoutingTable> table) {
+    if (caller_->set_table(table)) {
+        return std::string();
+    }
+    const auto used = caller_->table();
+    if (!used->newer_than(*table)) {
+        return std::string();  // the same: it comes again with every connection
+    }
+    const auto number = [](const RoutingTable & t) { return "term " + std::to_string(t.term) + ", sequence " + std::to_string(t.sequence); };
+    return "it is older (" + number(*table) + ") than the one in use (" + number(*used) + ")";
 }
 
 bool BackendSession::compute(const Capture & layer) {

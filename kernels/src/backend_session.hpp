@@ -24,7 +24,8 @@ class BackendSession {
 
   private:
     BackendSession();
-    void report(const Failure & failure);
+    std::string use_table(std::shared_ptr<const RoutingTable> table);
+    void        report(const Failure & failure);
 
     std::unique_ptr<Caller>         caller_;
     std::unique_ptr<ControlChannel> control_;

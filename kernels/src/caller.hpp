@@ -48,13 +48,18 @@ class Caller {
     Caller(const Caller &)             = delete;
     Caller & operator=(const Caller &) = delete;
 
-    // From the next layer on. False: not newer than the table in use, and ignored.
+    // From the next layer on, and for what of the present one failed and would be tried again. False: not newer than
+    // the table in use, and ignored.
     bool set_table(std::shared_ptr<const RoutingTable> table);
     std::shared_ptr<const RoutingTable> table() const;
 
+    // From any thread: no layer is begun within the next `ms`; 0 ends that. The last call counts.
+    void hold(double ms);
+
     // out: n_tokens × n_out floats, contiguous. False: `failure` says which node and experts failed and why; `out`
     // may have been written in part. Never waits longer than the deadlines of the nodes asked, one after the other
-    // where an expert has several; waits up to 5 s for the first table. Calls from several threads run one by one.
+    // where an expert has several; waits as long as hold() said, and up to 5 s for the first table. Calls from several
+    // threads run one by one.
     bool ffn(const LayerInput & input, float * out, Failure & failure);
 
     // From any thread.

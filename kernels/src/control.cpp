@@ -57,16 +57,17 @@ struct ControlChannel::Impl {
     bool                stopping  = false;
 
     // The rest belongs to the thread.
-    int                    fd           = -1;
-    bool                   is_connected = false;
-    bool                   said_hello   = false;
-    std::string            out, in;
-    size_t                 out_sent = 0, in_scanned = 0;
-    std::optional<Failure> failure_in_out;  // comes back into the queue if the agent goes away before it has the line
-    double                 backoff_ms = 0;
-    Clock::time_point      next_connect{}, next_stats{};
-    uint64_t               stats_sent = 0;  // calls and failures in the last statistics sent
-    std::string            problem;
+    int                     fd           = -1;
+    bool                    is_connected = false;
+    bool                    said_hello   = false;
+    std::string             out, in;
+    size_t                  out_sent = 0, in_scanned = 0;
+    std::deque<std::string> answers;         // lines about tables
+    std::optional<Failure>  failure_in_out;  // comes back into the queue if the agent goes away before it has the line
+    double                  backoff_ms = 0;
+    Clock::time_point       next_connect{}, next_stats{};
+    uint64_t                stats_sent = 0;  // calls and failures in the last statistics sent
+    std::string             problem;
 
     ~Impl() {
         for (const int end : {wake[0], wake[1], fd}) {
@@ -130,6 +131,7 @@ struct ControlChannel::Impl {
         is_connected = said_hello = false;
         out.clear();
         in.clear();
+        answers.clear();  // the next agent sends its table again
         out_sent = in_scanned = 0;
         if (failure_in_out) {
             push_failure(std::move(*failure_in_out), true);
@@ -146,13 +148,18 @@ struct ControlChannel::Impl {
         }
     }
 
-    // The next line to send, if there is one: hello, then failures, then statistics.
+    // The next line to send, if there is one: hello, then answers, then failures, then statistics.
     void fill_out(Clock::time_point now) {
         if (!said_hello) {
             out        = line_of({{"type", "hello"}, {"version", 1}, {"build", build_id}, {"pid", int64_t(getpid())}});
             said_hello = true;
             stats_sent = 0;  // a new agent knows nothing yet
             next_stats = now;
+            return;
+        }
+        if (!answers.empty()) {
+            out = std::move(answers.front());
+            answers.pop_front();
             return;
         }
         {
@@ -236,18 +243,45 @@ struct ControlChannel::Impl {
             say("a line is no JSON object or longer than " + std::to_string(max_line_bytes) + " bytes; it is ignored");
             return;
         }
-        const auto type  = object.find("type");
-        const auto table = object.find("table");
-        if (type == object.end() || *type != "table") {
-            return;  // newer agents may say more
-        }
+        const auto type = object.find("type");
+        if (type != object.end() && *type == "table") {
+            handle_table(object);
+        } else if (type != object.end() && *type == "hold") {
+            handle_hold(object);
+        }  // newer agents may say more
+    }
+
+    void handle_table(const json & message) {
+        const auto  table = message.find("table");
         std::string wrong = "the message has no \"table\"";
         const auto  parsed =
-            table == object.end() ? nullptr : RoutingTable::parse(table->dump(-1, ' ', false, json::error_handler_t::replace), wrong);
-        if (!parsed) {
+            table == message.end() ? nullptr : RoutingTable::parse(table->dump(-1, ' ', false, json::error_handler_t::replace), wrong);
+        if (parsed) {
+            wrong = handlers.on_table ? handlers.on_table(parsed) : std::string();
+        }
+        if (!wrong.empty()) {
             say("a routing table is refused and the one in use kept: " + wrong);
-        } else if (handlers.on_table) {
-            handlers.on_table(parsed);
+        }
+        const auto id = message.find("id");
+        if (id == message.end() || !id->is_number_unsigned()) {
+            return;
+        }
+        json answer = {{"type", "table"}, {"id", *id}, {"ok", wrong.empty()}};
+        if (!wrong.empty()) {
+            answer["problem"] = wrong;
+        }
+        answers.push_back(line_of(answer));
+        if (answers.size() > max_answers) {
+            answers.pop_front();
+        }
+    }
+
+    void handle_hold(const json & message) {
+        const auto ms = message.find("ms");
+        if (ms == message.end() || !ms->is_number_unsigned() || ms->get<uint64_t>() > uint64_t(max_hold_ms)) {
+            say("a hold is ignored: its \"ms\" is not a whole number from 0 to " + std::to_string(max_hold_ms));
+        } else if (handlers.on_hold) {
+            handlers.on_hold(double(ms->get<uint64_t>()));
         }
     }
 

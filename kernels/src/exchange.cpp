@@ -24,26 +24,33 @@ std::string printable(std::string_view text) {
 
 std::string ms_text(double ms) { return std::to_string(std::llround(ms)) + " ms"; }
 
-bool contains(const std::vector<int> & list, int value) { return std::find(list.begin(), list.end(), value) != list.end(); }
+bool contains(const std::vector<const Peer *> & list, const Peer * peer) { return std::find(list.begin(), list.end(), peer) != list.end(); }
+
+// Whether the parts of a layer that were computed by one table go together with those computed by the other.
+bool fits(const RoutingTable & newer, const RoutingTable & table, int layer) {
+    return newer.model == table.model && newer.reduce == table.reduce && newer.dtype == table.dtype &&
+           newer.n_expert(layer) == table.n_expert(layer) && newer.missing(layer).empty();
+}
 
 }  // namespace
 
 size_t Exchange::reply_bytes(const Job & job) const {
-    return (table_->reduce == Reduce::rows ? job.n_pairs() : job.n_rows()) * size_t(input_->n_out) * dtype_bytes(table_->dtype);
+    return (job.table->reduce == Reduce::rows ? job.n_pairs() : job.n_rows()) * size_t(input_->n_out) * dtype_bytes(job.table->dtype);
 }
 
-bool Exchange::run(const LayerInput & input, const RoutingTable & table, LayerSplit & split, Failure & failure) {
+bool Exchange::run(const LayerInput & input, std::shared_ptr<const RoutingTable> & table, LayerSplit & split, Failure & failure) {
     input_   = &input;
     table_   = &table;
     split_   = &split;
     failure_ = &failure;
+    former_tables_.clear();
     Clock::time_point now = Clock::now();
     for (size_t i = 0; i < split.n_jobs(); i++) {
         begin(split.job(i), split.job(i).node, now);
     }
     for (;;) {
         bool all_done = true;
-        for (size_t i = 0; i < split.n_jobs(); i++) {  // separate() may append jobs meanwhile
+        for (size_t i = 0; i < split.n_jobs(); i++) {  // jobs may be appended meanwhile
             if (split.job(i).state != Job::State::done) {
                 if (!advance(i, now)) {
                     peers_.abandon_calls();
@@ -70,9 +77,9 @@ void Exchange::begin(Job & job, int node, Clock::time_point now) {
     if (job.begun == Clock::time_point{}) {
         job.begun = now;
     }
-    if (!contains(job.tried, node)) {  // each node gets its own time once; further attempts share it
-        job.tried.push_back(node);
-        job.deadline = after_ms(now, job.peer->deadline_ms(job.n_pairs(), double(table_->deadline_floor_ms)));
+    if (!contains(job.tried, job.peer)) {  // each node gets its own time once; further attempts share it
+        job.tried.push_back(job.peer);
+        job.deadline = after_ms(now, job.peer->deadline_ms(job.n_pairs(), double(job.table->deadline_floor_ms)));
     }
 }
 
@@ -102,6 +109,9 @@ void Exchange::connect(Job & job) {
 bool Exchange::advance(size_t index, Clock::time_point now) {
     Job &  job  = split_->job(index);
     Peer & peer = *job.peer;
+    if (job.state == Job::State::waiting && !job.problem.empty() && is_of_former_table(job)) {
+        return replan(index, now);
+    }
     if (job.state == Job::State::waiting && !peer.asking && now >= peer.next_attempt && now < job.deadline) {
         connect(job);
     }
@@ -120,12 +130,12 @@ bool Exchange::advance(size_t index, Clock::time_point now) {
 bool Exchange::ask(Job & job, Clock::time_point now) {
     Request request;
     request.id          = job.id = next_id_++;
-    request.model       = table_->model;
+    request.model       = job.table->model;
     request.program     = input_->program;
-    request.term        = table_->term;
+    request.term        = job.table->term;
     request.layer       = uint32_t(input_->layer);
-    request.reduce      = table_->reduce;
-    request.dtype       = table_->dtype;
+    request.reduce      = job.table->reduce;
+    request.dtype       = job.table->dtype;
     request.n_rows      = uint32_t(job.n_rows());
     request.n_pairs     = uint32_t(job.n_pairs());
     request.n_in        = uint32_t(input_->n_in);
@@ -196,7 +206,7 @@ bool Exchange::take_error(size_t index, const Reply & reply, Clock::time_point n
         return fail(job, text, now);
     }
     job.problem = text;
-    job.given_up.push_back(job.node);
+    job.given_up.push_back(job.peer);
     return next_node(index, now);
 }
 
@@ -234,16 +244,45 @@ bool Exchange::late(size_t index, Clock::time_point now) {
     peers_.count_bytes(peer);
     peer.missed_deadline(now);
     job.problem = problem;
-    job.given_up.push_back(job.node);
+    job.given_up.push_back(&peer);
     return next_node(index, now);
 }
 
+// Looks for a newer table first.
+bool Exchange::is_of_former_table(const Job & job) {
+    auto newest = newest_.get();
+    if (newest != *table_ && fits(*newest, **table_, input_->layer)) {
+        former_tables_.push_back(std::move(*table_));
+        *table_ = std::move(newest);
+        peers_.follow(**table_);
+        split_->follow(**table_);
+    }
+    return job.table != table_->get();
+}
+
+bool Exchange::replan(size_t index, Clock::time_point now) {
+    const size_t first_new = split_->n_jobs();
+    split_->replan(index, peers_, now);
+    for (size_t i = first_new; i < split_->n_jobs(); i++) {
+        Job & job = split_->job(i);
+        if (contains(job.given_up, &peers_.at(job.node))) {
+            return fail(job, job.problem, now);
+        }
+        begin(job, job.node, now);
+    }
+    return true;
+}
+
 bool Exchange::next_node(size_t index, Clock::time_point now) {
+    return is_of_former_table(split_->job(index)) ? replan(index, now) : other_node(index, now);
+}
+
+bool Exchange::other_node(size_t index, Clock::time_point now) {
     if (!split_->job(index).is_uniform) {
         const size_t first_new = split_->n_jobs();
         split_->separate(index);
         for (size_t i = first_new; i < split_->n_jobs(); i++) {
-            if (!next_node(i, now)) {
+            if (!other_node(i, now)) {
                 return false;
             }
         }
@@ -254,7 +293,7 @@ bool Exchange::next_node(size_t index, Clock::time_point now) {
     const size_t             from  = size_t(std::find(nodes.begin(), nodes.end(), job.node) - nodes.begin());
     for (size_t i = 1; i <= n; i++) {
         const int node = nodes[(from + i) % n];
-        if (!contains(job.given_up, node)) {
+        if (!contains(job.given_up, &peers_.at(node))) {
             begin(job, node, now);
             return true;
         }

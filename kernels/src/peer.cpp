@@ -74,15 +74,26 @@ void PeerSet::follow(const RoutingTable & table) {
         peer->statistics.name = node.name;
         peers_.push_back(std::move(peer));
     }
-}
-
-int PeerSet::preferred(const RoutingTable::Slice & slice, Clock::time_point now) const {
-    for (const int node : slice.nodes) {
-        if (!peers_[size_t(node)]->is_avoided(now)) {
-            return node;
+    for (auto & entry : former) {
+        if (entry.second) {
+            former_.push_back(std::move(entry.second));
         }
     }
-    return slice.nodes.front();
+}
+
+int PeerSet::preferred(const RoutingTable::Slice & slice, Clock::time_point now, const std::vector<const Peer *> & given_up) const {
+    int second_best = -1;
+    for (const int node : slice.nodes) {
+        const Peer * const peer = peers_[size_t(node)].get();
+        if (std::find(given_up.begin(), given_up.end(), peer) != given_up.end()) {
+            continue;
+        }
+        if (!peer->is_avoided(now)) {
+            return node;
+        }
+        second_best = second_best < 0 ? node : second_best;
+    }
+    return second_best < 0 ? slice.nodes.front() : second_best;
 }
 
 void PeerSet::count_call(Peer & peer, uint64_t n_pairs, double call_us, double compute_us) {
@@ -140,6 +151,7 @@ void PeerSet::abandon_calls() {
             count_bytes(*peer);
         }
     }
+    former_.clear();
 }
 
 void PeerSet::forget_replies() {
@@ -149,6 +161,7 @@ void PeerSet::forget_replies() {
             peer->holder = nullptr;
         }
     }
+    former_.clear();
 }
 
 }  // namespace swarm

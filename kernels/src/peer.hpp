@@ -58,13 +58,14 @@ class PeerSet {
     // Proved whenever a connection is opened from now on; see WebSocket::set_call_key.
     void set_call_key(const std::string & key) { call_key_ = key; }
 
-    // Peers of the table's nodes, in its order. A node of the same name, host and port stays connected.
+    // Peers of the table's nodes, in its order. A node of the same name, host and port stays connected; the others are
+    // kept until forget_replies(), as a layer that is being computed may have calls or replies there.
     void follow(const RoutingTable & table);
 
     Peer & at(int node) { return *peers_[size_t(node)]; }
 
-    // The node of the slice to be asked first.
-    int preferred(const RoutingTable::Slice & slice, Clock::time_point now) const;
+    // The node of the slice to be asked first: none of `given_up`, if another is left.
+    int preferred(const RoutingTable::Slice & slice, Clock::time_point now, const std::vector<const Peer *> & given_up = {}) const;
 
     void count_call(Peer & peer, uint64_t n_pairs, double call_us, double compute_us);
     void count_bytes(Peer & peer);
@@ -78,6 +79,7 @@ class PeerSet {
   private:
     std::string                        call_key_;
     std::vector<std::unique_ptr<Peer>> peers_;
+    std::vector<std::unique_ptr<Peer>> former_;  // of tables before; the calling thread's alone
     mutable std::mutex                 mutex_;  // peers_ itself and all counters
     uint64_t                           calls_    = 0;
     uint64_t                           failures_ = 0;

@@ -21,6 +21,7 @@ Job & LayerSplit::new_job(int32_t slice, int node) {
         jobs_.emplace_back();
     }
     Job & job = jobs_[n_jobs_++];
+    job.table = table_;
     job.slices.clear();
     job.nodes      = &table_->slices()[size_t(slice)].nodes;
     job.is_uniform = true;
@@ -28,11 +29,7 @@ Job & LayerSplit::new_job(int32_t slice, int node) {
     job.node       = node;
     job.peer       = nullptr;
     job.y          = {};
-    job.row.clear();
-    job.expert.clear();
-    job.weight.clear();
-    job.h.clear();
-    job.token.clear();
+    job.clear_pairs();
     job.tried.clear();
     job.given_up.clear();
     job.problem.clear();
@@ -40,6 +37,37 @@ Job & LayerSplit::new_job(int32_t slice, int node) {
     job.first_expert = table_->slices()[size_t(slice)].first;
     job.last_expert  = table_->slices()[size_t(slice)].last;
     return job;
+}
+
+// For pairs of a job that had trouble: nobody is given their time twice.
+Job & LayerSplit::new_job_from(const Job & former, int32_t slice, int node) {
+    Job & job    = new_job(slice, node);
+    job.order    = slice;
+    job.peer     = former.peer;
+    job.tried    = former.tried;
+    job.given_up = former.given_up;
+    job.begun    = former.begun;
+    job.deadline = former.deadline;
+    job.problem  = former.problem;
+    return job;
+}
+
+int LayerSplit::slot_of(int token, int32_t expert) const {
+    const int32_t * ids = input_->ids + size_t(token) * input_->ids_token_stride;
+    return int(std::find(ids, ids + input_->n_used, expert) - ids);
+}
+
+// Slices are sorted by layer and expert: those of this layer are neighbours.
+void LayerSplit::forget_slices() {
+    const auto & slices = table_->slices();
+    job_of_slice_.resize(slices.size());
+    job_of_node_.resize(table_->nodes().size());
+    for (size_t i = size_t(table_->slice_of(input_->layer, 0)); i < slices.size() && slices[i].layer == input_->layer; i++) {
+        job_of_slice_[i] = -1;
+        for (const int node : slices[i].nodes) {
+            job_of_node_[size_t(node)] = -1;
+        }
+    }
 }
 
 void LayerSplit::add_slice(size_t index, int32_t slice) {
@@ -88,22 +116,14 @@ bool LayerSplit::build(const LayerInput & input, const RoutingTable & table, con
         return refuse(failure, layer, -1, missing);
     }
     const int n_expert = table.n_expert(layer);
-    job_of_slice_.resize(table.slices().size());
-    job_of_node_.resize(table.nodes().size());
     last_token_of_expert_.assign(size_t(n_expert), -1);
     places_.resize(size_t(input.n_tokens) * size_t(input.n_used));
 
-    // Slices are sorted by layer and expert: those of this layer are neighbours.
-    const Clock::time_point now   = Clock::now();
+    forget_slices();
+    const Clock::time_point now    = Clock::now();
     const auto &            slices = table.slices();
-    const size_t            begin = size_t(table.slice_of(layer, 0));
-    size_t                  end   = begin;
-    for (; end < slices.size() && slices[end].layer == layer; end++) {
-        job_of_slice_[end] = -1;
-        for (const int node : slices[end].nodes) {
-            job_of_node_[size_t(node)] = -1;
-        }
-    }
+    const size_t            begin  = size_t(table.slice_of(layer, 0));
+    const size_t            end    = size_t(table.slice_of(layer, n_expert - 1)) + 1;
 
     for (int token = 0; token < input.n_tokens; token++) {
         for (int slot = 0; slot < input.n_used; slot++) {
@@ -148,11 +168,7 @@ void LayerSplit::separate(size_t index) {
     job.first_expert = table_->slices()[size_t(slices.front())].first;
     job.last_expert  = table_->slices()[size_t(slices.front())].last;
     job.is_uniform   = true;
-    job.row.clear();
-    job.expert.clear();
-    job.weight.clear();
-    job.h.clear();
-    job.token.clear();
+    job.clear_pairs();
     for (const int32_t slice : slices) {
         const std::vector<int> & nodes = table_->slices()[size_t(slice)].nodes;
         size_t                   home  = index;
@@ -161,22 +177,38 @@ void LayerSplit::separate(size_t index) {
         if (nodes == *jobs_[index].nodes) {
             home = index;
         } else if (home == n_jobs_) {
-            Job & created    = new_job(slice, former.node);
-            created.order    = slice;
-            created.peer     = former.peer;
-            created.tried    = former.tried;
-            created.given_up = former.given_up;
-            created.begun    = former.begun;
-            created.deadline = former.deadline;
-            created.problem  = former.problem;
+            new_job_from(former, slice, former.node);
         }
         add_slice(home, slice);
     }
     for (size_t i = 0; i < former.n_pairs(); i++) {
         const int token = former.token[size_t(former.row[i])];
-        const int32_t * ids = input_->ids + size_t(token) * input_->ids_token_stride;
-        const int slot = int(std::find(ids, ids + input_->n_used, former.expert[i]) - ids);
-        append(size_t(job_of_slice_[size_t(table_->slice_of(input_->layer, former.expert[i]))]), token, slot, former.expert[i]);
+        append(size_t(job_of_slice_[size_t(table_->slice_of(input_->layer, former.expert[i]))]), token, slot_of(token, former.expert[i]),
+               former.expert[i]);
+    }
+}
+
+void LayerSplit::follow(const RoutingTable & table) { table_ = &table; }
+
+void LayerSplit::replan(size_t index, const PeerSet & peers, Clock::time_point now) {
+    const Job former = jobs_[index];
+    jobs_[index].clear_pairs();
+    jobs_[index].slices.clear();
+    jobs_[index].state = Job::State::done;
+    forget_slices();
+    for (size_t i = 0; i < former.n_pairs(); i++) {
+        const int32_t expert = former.expert[i];
+        const int32_t slice  = table_->slice_of(input_->layer, expert);
+        if (job_of_slice_[size_t(slice)] < 0) {
+            const int node = peers.preferred(table_->slices()[size_t(slice)], now, former.given_up);
+            if (job_of_node_[size_t(node)] < 0) {
+                job_of_node_[size_t(node)] = int32_t(n_jobs_);
+                new_job_from(former, slice, node);
+            }
+            add_slice(size_t(job_of_node_[size_t(node)]), slice);
+        }
+        const int token = former.token[size_t(former.row[i])];
+        append(size_t(job_of_slice_[size_t(slice)]), token, slot_of(token, expert), expert);
     }
 }
 
@@ -211,7 +243,9 @@ bool LayerSplit::combine_sums(float * out, Failure & failure) {
     for (size_t i = 0; i < n_jobs_; i++) {
         sequence_.push_back(uint32_t(i));
     }
-    std::sort(sequence_.begin(), sequence_.end(), [this](uint32_t a, uint32_t b) { return jobs_[a].order < jobs_[b].order; });
+    std::sort(sequence_.begin(), sequence_.end(), [this](uint32_t a, uint32_t b) {
+        return jobs_[a].order != jobs_[b].order ? jobs_[a].order < jobs_[b].order : a < b;  // orders of two tables may be equal
+    });
     is_written_.assign(size_t(input_->n_tokens), 0);
     for (const uint32_t index : sequence_) {
         const Job & job = jobs_[index];

@@ -13,6 +13,7 @@ namespace swarm {
 
 // The part of a layer that one node computes in one call.
 struct Job {
+    const RoutingTable *     table = nullptr;
     std::vector<int32_t>     slices;           // of the table
     const std::vector<int> * nodes = nullptr;  // that can do it, in order of preference
     bool                     is_uniform = true;  // all its slices have these same nodes
@@ -32,12 +33,19 @@ struct Job {
     State             state = State::waiting;
     int               node  = 0;  // asked, or to be asked
     Peer *            peer  = nullptr;
-    std::vector<int>  tried;      // nodes that were given their time already
-    std::vector<int>  given_up;   // nodes not to be asked again for this job
+    std::vector<const Peer *> tried;     // that were given their time already
+    std::vector<const Peer *> given_up;  // not to be asked again for this job
     Clock::time_point begun{}, deadline{}, asked_at{};
     uint64_t          id = 0;
     std::string       problem;    // what went wrong last
 
+    void clear_pairs() {
+        row.clear();
+        expert.clear();
+        weight.clear();
+        h.clear();
+        token.clear();
+    }
     size_t n_pairs() const { return expert.size(); }
     size_t n_rows() const { return token.size(); }
 };
@@ -51,6 +59,12 @@ class LayerSplit {
     // the others, so that each can go to a node of its own.
     void separate(size_t job);
 
+    // The table of jobs from now on. It holds the layer's experts as the one before does, and must outlive the jobs.
+    void follow(const RoutingTable & table);
+
+    // Makes new jobs of a job's pairs, for the nodes that hold them now. The job itself is done then, and empty.
+    void replan(size_t job, const PeerSet & peers, Clock::time_point now);
+
     // Adds the replies: `rows` in slot order, `sum` in slice order, never in order of arrival.
     bool combine(float * out, Failure & failure);
 
@@ -63,6 +77,9 @@ class LayerSplit {
         int32_t pair;
     };
     Job & new_job(int32_t slice, int node);
+    Job & new_job_from(const Job & former, int32_t slice, int node);
+    int   slot_of(int token, int32_t expert) const;
+    void  forget_slices();
     void  append(size_t job, int token, int slot, int32_t expert);
     void  add_slice(size_t job, int32_t slice);
     bool  combine_rows(float * out, Failure & failure);
@@ -72,7 +89,7 @@ class LayerSplit {
     const RoutingTable *  table_ = nullptr;
     std::deque<Job>       jobs_;  // the first n_jobs_ are in use, the others keep their memory
     size_t                n_jobs_ = 0;
-    std::vector<int32_t>  job_of_slice_;
+    std::vector<int32_t>  job_of_slice_;  // of the layer's slices and their nodes
     std::vector<int32_t>  job_of_node_;
     std::vector<int64_t>  last_token_of_expert_;
     std::vector<Place>    places_;  // of each (token, slot)

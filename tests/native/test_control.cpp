@@ -109,13 +109,18 @@ struct Inbox {
     std::condition_variable                          changed;
     std::vector<std::shared_ptr<const RoutingTable>> tables;
     std::vector<std::string>                         problems;
+    std::vector<double>                              holds_ms;
     Statistics                                       statistics;
 
     ControlChannel::Handlers handlers() {
         return {[this](std::shared_ptr<const RoutingTable> table) {
                     const std::lock_guard<std::mutex> lock(mutex);
-                    tables.push_back(std::move(table));
-                    changed.notify_all();
+                    const bool taken = tables.empty() || table->newer_than(*tables.back());
+                    if (taken) {
+                        tables.push_back(std::move(table));
+                        changed.notify_all();
+                    }
+                    return std::string(taken ? "" : "it is \xff old");
                 },
                 [this] {
                     const std::lock_guard<std::mutex> lock(mutex);
@@ -125,6 +130,11 @@ struct Inbox {
                     const std::lock_guard<std::mutex> lock(mutex);
                     problems.push_back(problem);
                     changed.notify_all();
+                },
+                [this](double ms) {
+                    const std::lock_guard<std::mutex> lock(mutex);
+                    holds_ms.push_back(ms);
+                    changed.notify_all();
                 }};
     }
     bool wait(size_t n_tables, size_t n_problems) {
@@ -133,8 +143,9 @@ struct Inbox {
     }
 };
 
-std::string table_line(int sequence, size_t padding = 0) {
-    return R"({"type": "table", "table": {"version": 1, "sequence": )" + std::to_string(sequence) +
+// `more`: further fields of the message, each with a comma behind it.
+std::string table_line(int sequence, size_t padding = 0, const std::string & more = "") {
+    return R"({"type": "table", )" + more + R"("table": {"version": 1, "sequence": )" + std::to_string(sequence) +
            R"(, "term": 1, "model": "m", "reduce": "sum", "dtype": "bf16", "deadline_floor_ms": 2000, "note": ")" + std::string(padding, 'x') +
            R"(", "nodes": [{"name": "a", "host": "127.0.0.1", "port": 1}], "slices": [{"layer": 0, "first": 0, "last": 1, "nodes": [0]}]}})" "\n";
 }
@@ -209,6 +220,65 @@ TEST(control_survives_nonsense_and_long_lines) {
     CHECK(inbox.wait(2, 7));
     CHECK(agent.line().is_null());
     CHECK(agent.accept_backend() && agent.line()["type"] == "hello");  // and comes back
+}
+
+TEST(control_says_which_table_is_in_use) {
+    Agent       agent;
+    Inbox       inbox;
+    std::string problem;
+    const auto  channel = ControlChannel::start(agent.address(), "b", inbox.handlers(), problem);
+    CHECK(agent.accept_backend() && agent.line()["type"] == "hello");
+    agent.say(table_line(3, 0, R"("id": 18446744073709551615, )") + table_line(3, 0, R"("id": 8, )"));
+    CHECK((agent.line() == json{{"type", "table"}, {"id", 18446744073709551615u}, {"ok", true}}));
+    json answer = agent.line();
+    CHECK(answer["id"] == 8 && answer["ok"] == false);
+    CHECK_CONTAINS(answer["problem"].get<std::string>(), " old");
+    agent.say("{\"type\": \"table\", \"id\": 9}\n{\"type\": \"table\", \"id\": 10, \"table\": {\"version\": 2}}\n");
+    answer = agent.line();
+    CHECK((answer == json{{"type", "table"}, {"id", 9}, {"ok", false}, {"problem", "the message has no \"table\""}}));
+    answer = agent.line();
+    CHECK(answer["id"] == 10 && answer["ok"] == false);
+    CHECK_CONTAINS(answer["problem"].get<std::string>(), "version 2");
+    CHECK(inbox.wait(1, 3));
+    // Without an id that can be one there is no answer; the next line is about the last of these.
+    agent.say(table_line(4) + table_line(5, 0, R"("id": -1, )") + table_line(6, 0, R"("id": "x", )") + table_line(7, 0, R"("id": 11, )"));
+    CHECK((agent.line() == json{{"type", "table"}, {"id", 11}, {"ok", true}}));
+    CHECK(inbox.tables.size() == 5 && inbox.problems.size() == 3);
+    // An agent that takes no answers: the last ones are kept for it.
+    std::string many;
+    for (int id = 0; id < 100000; id++) {  // more than the kernel takes of the answers
+        many += "{\"type\": \"table\", \"id\": " + std::to_string(id) + "}\n";
+    }
+    agent.say(many);
+    int last = -1;
+    for (answer = agent.line(); answer.is_object(); answer = agent.line()) {
+        CHECK(answer["id"].get<int>() > last);
+        last = answer["id"].get<int>();
+        if (last == 99999) {
+            break;
+        }
+    }
+    CHECK(last == 99999);
+}
+
+TEST(control_hands_over_holds_within_their_bound) {
+    Agent       agent;
+    Inbox       inbox;
+    std::string problem;
+    const auto  channel = ControlChannel::start(agent.address(), "b", inbox.handlers(), problem);
+    CHECK(agent.accept_backend() && agent.line()["type"] == "hello");
+    const auto hold = [](const std::string & ms) { return "{\"type\": \"hold\", \"ms\": " + ms + "}\n"; };
+    agent.say(hold("1100") + hold("0") + hold("2000"));
+    agent.say("{\"type\": \"hold\"}\n" + hold("2001") + hold("-1") + hold("1.5") + hold("\"9\"") + hold("null") + hold("1e99") + hold("true") +
+              hold("18446744073709551616") + hold("7"));
+    CHECK(inbox.wait(0, 9));
+    agent.say(table_line(1));
+    CHECK(inbox.wait(1, 9));
+    CHECK((inbox.holds_ms == std::vector<double>{1100, 0, 2000, 7}));
+    CHECK(inbox.problems.size() == 9);
+    for (const std::string & text : inbox.problems) {
+        CHECK_CONTAINS(text, "not a whole number from 0 to 2000");
+    }
 }
 
 TEST(control_connects_again_and_keeps_order) {
