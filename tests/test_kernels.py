@@ -218,6 +218,7 @@ def test_a_call_in_parts_gives_the_same_bits(type: str, tmp_path: Path) -> None:
         pairs = pairs.where((pairs.expert != 2) | (pairs.row % 16 == 0))
         for reduce in ("rows", "sum"):
             expected = layer.call(whole, h, pairs, reduce)
+            # The whole call in one, and in parts of one expert and of several.
             for n_pairs in (0, 1, 40, 200):
                 for store in (cut, of_slices):
                     store.set_part_products_max(n_pairs * per_pair)

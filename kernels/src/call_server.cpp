@@ -24,6 +24,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr size_t kept_buffer = size_t{ 1 } << 20;  // of an idle connection, as in client_frames.cpp
+constexpr double idle_s      = 1;                  // the calls of a prompt come one after the other
 // Before `y` in the send buffer: the frame's header and the reply's head; a multiple of any alignment that floats want.
 constexpr size_t head_room = 128;
 static_assert(head_room >= 10 + reply_part_max);
@@ -45,7 +46,7 @@ bool all_finite(const float * values, size_t n) {
     return bad == 0;
 }
 
-template <typename T> void shrink(std::vector<T> & values) {
+template <typename T> void shrink_values(std::vector<T> & values) {
     if (values.capacity() * sizeof(T) > kept_buffer) {
         std::vector<T>().swap(values);
     }
@@ -146,11 +147,11 @@ void CallConnection::stop() {
     wake();
 }
 
-// Until the socket is ready; timeout_s < 0: for ever. Throws Ended after stop() or in vain. Also returns after renew().
-void CallConnection::wait(bool for_writing, double timeout_s) {
+// Until the socket is ready, or renew() was called; timeout_s < 0: for ever. False: in vain. Throws Ended after stop().
+bool CallConnection::wait(bool for_writing, double timeout_s) {
     pollfd    watched[2] = { { fd_, short(for_writing ? POLLOUT : POLLIN), 0 }, { wake_[0], POLLIN, 0 } };
     const int n          = poll(watched, 2, timeout_s < 0 ? -1 : int(timeout_s * 1000));
-    if (n == 0 || (n < 0 && errno != EINTR)) {
+    if (n < 0 && errno != EINTR) {
         throw Ended();
     }
     if (n > 0 && watched[1].revents != 0) {
@@ -160,6 +161,18 @@ void CallConnection::wait(bool for_writing, double timeout_s) {
     }
     if (is_stopped_) {
         throw Ended();
+    }
+    return n != 0;
+}
+
+// Gives the memory of large messages back.
+void CallConnection::shrink() {
+    frames_.shrink();
+    shrink_values(h_);
+    shrink_values(y_);
+    if (tx_capacity_ > kept_buffer) {
+        tx_.reset();
+        tx_capacity_ = 0;
     }
 }
 
@@ -175,7 +188,14 @@ void CallConnection::receive() {
     if (n != -1) {
         throw Ended();
     }
-    wait(false, frames_.in_message() ? timeouts_.silence_s : -1);
+    if (frames_.in_message()) {
+        if (!wait(false, timeouts_.silence_s)) {
+            throw Ended();
+        }
+    } else if (!wait(false, idle_s)) {
+        shrink();
+        wait(false, -1);
+    }
 }
 
 void CallConnection::send(const uint8_t * data, size_t size) {
@@ -186,7 +206,9 @@ void CallConnection::send(const uint8_t * data, size_t size) {
             data += n;
             size -= size_t(n);
         } else if (n == -1) {
-            wait(true, timeouts_.silence_s);
+            if (!wait(true, timeouts_.silence_s)) {
+                throw Ended();
+            }
         } else {
             throw Ended();
         }
@@ -234,8 +256,8 @@ void CallConnection::close(unsigned code, std::string_view reason) {
         if (n == 0 || n == -2) {
             return;
         }
-        if (n == -1) {
-            wait(false, left_s);
+        if (n == -1 && !wait(false, left_s)) {
+            return;
         }
     }
 }
@@ -281,13 +303,6 @@ void CallConnection::answer(const uint8_t * data, size_t size, const Other & oth
     if (data == nullptr || !answer_call(data, size, timing)) {
         const double age_s = std::chrono::duration<double>(Clock::now() - timing.arrived).count();
         other(data, size, age_s, [&](const void * reply, size_t n) { send_message(static_cast<const uint8_t *>(reply), n); });
-    }
-    frames_.shrink();
-    shrink(h_);
-    shrink(y_);
-    if (tx_capacity_ > kept_buffer) {
-        tx_.reset();
-        tx_capacity_ = 0;
     }
     if (is_renewed_) {
         close(1012, "the body limit has grown");

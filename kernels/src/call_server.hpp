@@ -92,7 +92,8 @@ class CallConnection {
   private:
     struct Ended {};  // thrown when there is nobody to talk to any more
 
-    void  wait(bool for_writing, double timeout_s);
+    bool  wait(bool for_writing, double timeout_s);
+    void  shrink();
     void  receive();
     void  send(const uint8_t * data, size_t size);
     void  send_message(const uint8_t * data, size_t size);

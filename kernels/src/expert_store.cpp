@@ -58,6 +58,13 @@ bool all_finite(const float * values, int64_t n) {
     return bad == 0;
 }
 
+// One multiplication per value, as ggml does it, so the bits are the same.
+void scale(float * values, int64_t n, float factor) {
+    for (int64_t i = 0; i < n; i++) {
+        values[i] *= factor;
+    }
+}
+
 std::string slice_name(int layer, int first, int last) {
     return "layer " + std::to_string(layer) + ", experts " + std::to_string(first) + " to " + std::to_string(last);
 }
@@ -68,7 +75,8 @@ struct ExpertStore::Slice {
     SliceInfo    info;
     uint64_t     serial   = 0;  // of no other slice of this store, ever
     int          n_expert = 0;
-    Program      program;
+    Program      program;                // what the graph computes of it: without the last step when that is left out
+    bool         scales_result = false;  // the last step, times w, is done on the result: ggml takes 4 ns for each value
     uint64_t     digest = 0;
     bool         uses_weight = false;
     ProgramShape shape;
@@ -76,6 +84,38 @@ struct ExpertStore::Slice {
     std::map<std::string, ggml_tensor *> weights;
     ggml_context_ptr        context;
     ggml_backend_buffer_ptr buffer;
+};
+
+namespace {
+
+// Grows without being filled: what is not used costs no memory.
+class FloatBuffer {
+  public:
+    float * get(size_t n) {
+        if (n > capacity_) {
+            data_.reset(new float[n]);
+            capacity_ = n;
+        }
+        return data_.get();
+    }
+
+  private:
+    std::unique_ptr<float[]> data_;
+    size_t                   capacity_ = 0;
+};
+
+}  // namespace
+
+// What one call needs while it is computed: the thread's for a small one, the store's spare one for a large one.
+struct ExpertStore::Scratch {
+    std::vector<int32_t> slice_of_pair;
+    std::vector<int32_t> seen_in_row;
+    std::vector<int64_t> pairs;
+    std::vector<int32_t> ids;
+    std::vector<float>   weight;
+    FloatBuffer          h;
+    FloatBuffer          out;
+    FloatBuffer          rows;
 };
 
 struct ExpertStore::Engine {
@@ -101,43 +141,15 @@ struct ExpertStore::Engine {
     std::unordered_map<uint64_t, std::list<KeptGraph>::iterator> kept_by_key;
     size_t                                                      kept_bytes = 0;
 
+    // Of the last large call, for the next: memory fresh from the system costs more than copying to it.
+    std::mutex               spare_mutex;
+    std::unique_ptr<Scratch> spare;
+
     void forget_kept() {
         kept_by_key.clear();
         kept.clear();
         kept_bytes = 0;
     }
-};
-
-namespace {
-
-// Grows without being filled: what is not used costs no memory.
-class FloatBuffer {
-  public:
-    float * get(size_t n) {
-        if (n > capacity_) {
-            data_.reset(new float[n]);
-            capacity_ = n;
-        }
-        return data_.get();
-    }
-
-  private:
-    std::unique_ptr<float[]> data_;
-    size_t                   capacity_ = 0;
-};
-
-}  // namespace
-
-// What one call needs while it is computed: its own for a large one, the thread's for small ones.
-struct ExpertStore::Scratch {
-    std::vector<int32_t> slice_of_pair;
-    std::vector<int32_t> seen_in_row;
-    std::vector<int64_t> pairs;
-    std::vector<int32_t> ids;
-    std::vector<float>   weight;
-    FloatBuffer          h;
-    FloatBuffer          out;
-    FloatBuffer          rows;
 };
 
 ExpertStore::ExpertStore(const std::string & device, int threads)
@@ -192,6 +204,11 @@ SliceInfo ExpertStore::load(int layer, const Program & program, int first, int l
     slice->program    = program;
     slice->digest     = program.digest();
     slice->uses_weight = program.uses_weight();
+    const Step & last_step = program.steps.at(static_cast<size_t>(std::max(program.result, 0)));
+    if (engine_->is_cpu && last_step.op == StepOp::mul && last_step.x >= 0 && last_step.y == operand_w) {
+        slice->scales_result  = true;
+        slice->program.result = last_step.x;
+    }
     const int n_local = last - first + 1;
 
     std::map<std::string, std::vector<int64_t>> dimensions;
@@ -520,6 +537,9 @@ void ExpertStore::compute_pairs(const FfnCall & call, const Slice & slice, const
     }
     float * const target = whole ? rows : scratch.out.get(static_cast<size_t>(n_pairs) * n_out);
     compute(slice, as_given ? call.h : gathered, scratch.ids.data(), scratch.weight.data(), n_pairs, target);
+    for (int64_t i = 0; slice.scales_result && i < n_pairs; i++) {
+        scale(target + static_cast<size_t>(i) * n_out, slice.shape.n_out, scratch.weight[static_cast<size_t>(i)]);
+    }
     if (!all_finite(target, n_pairs * slice.shape.n_out)) {
         throw ComputeError("layer " + std::to_string(call.layer) + ": experts " + std::to_string(slice.info.first) +
                            " to " + std::to_string(slice.info.last) + " gave a value that is not finite on device " +
@@ -590,9 +610,14 @@ void ExpertStore::ffn(const FfnCall & call, float * out, FfnTiming * timing) {
     if (!of_layer) {
         throw NotHeld("no experts of layer " + std::to_string(call.layer) + " are held here");
     }
-    thread_local Scratch of_thread;
-    Scratch              of_call;
-    Scratch &            scratch = call.n_pairs <= kept_pairs_max ? of_thread : of_call;
+    thread_local Scratch     of_thread;
+    std::unique_ptr<Scratch> of_call;
+    if (call.n_pairs > kept_pairs_max) {
+        const std::lock_guard<std::mutex> lock(engine_->spare_mutex);
+        of_call = std::move(engine_->spare);
+        of_call = of_call ? std::move(of_call) : std::make_unique<Scratch>();
+    }
+    Scratch & scratch = of_call ? *of_call : of_thread;
     check(call, *of_layer, scratch);
 
     const Slice & any   = *of_layer->front();
@@ -618,7 +643,7 @@ void ExpertStore::ffn(const FfnCall & call, float * out, FfnTiming * timing) {
     if (timing != nullptr && gate_->waiting() >= timing->waiting_max) {
         throw TooLate("too many calls are waiting");
     }
-    const bool is_large = call.n_pairs > part_products_max_ / std::max<int64_t>(any.products_per_pair, 1);
+    const bool is_large = call.n_pairs > large_in_parts * part_products_max_ / std::max<int64_t>(any.products_per_pair, 1);
     // On another device the cut could choose other kernels, and with them other bits; and such a device is fast.
     if (!is_large || !engine_->is_cpu) {
         const DeviceGate::Turn turn(*gate_, is_large ? DeviceGate::Size::part_of_large : DeviceGate::Size::small);
@@ -640,6 +665,10 @@ void ExpertStore::ffn(const FfnCall & call, float * out, FfnTiming * timing) {
     }
     if (call.reduce == Reduce::sum) {
         add_up(call, rows, n_out, out);
+    }
+    if (of_call) {
+        const std::lock_guard<std::mutex> lock(engine_->spare_mutex);
+        engine_->spare = std::move(of_call);
     }
     if (timing != nullptr) {
         const auto us = std::chrono::duration_cast<std::chrono::microseconds>(FfnTiming::Clock::now() - timing->arrived);

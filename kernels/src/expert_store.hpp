@@ -5,6 +5,7 @@
 #include "program.hpp"
 #include "reduce.hpp"
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -115,9 +116,11 @@ class ExpertStore {
 
     size_t waiting() const { return gate_->waiting(); }
 
-    // On a CPU, of one part of a large call: its time on a slow core is what a small call may have to wait.
+    // On a CPU, of one part of a large call: its time on a core, some 10 ms, is what a small call may have to wait.
     static constexpr int64_t part_products_max = int64_t{ 1 } << 29;
-    void set_part_products_max(int64_t n) { part_products_max_ = n; }  // for tests
+    // A call of more than so many parts is large: a token of each of eight users, with all experts here, is not.
+    static constexpr int64_t large_in_parts = 4;
+    void set_part_products_max(int64_t n) { part_products_max_ = std::min(n, INT64_MAX / large_in_parts); }  // for tests
 
     // Graphs of calls of up to so many pairs are kept: of eight users' tokens, all experts of each.
     static constexpr int64_t kept_pairs_max = 64;
