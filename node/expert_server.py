@@ -254,8 +254,10 @@ class ExpertServer:
         if self._native is not None and request.transport is not None:
             # Before the answer, since what comes after it is for the native side to read.
             transport = request.transport
-            transport.pause_reading()
+            _stop_reading(transport)
             await socket.prepare(request)
+            # Again: aiohttp goes on reading when a client has sent a lot before its time.
+            _stop_reading(transport)
             await self._native.serve(transport, limit, SILENCE_S, LINGER_S)
             return socket
         await socket.prepare(request)
@@ -314,6 +316,12 @@ class _LimitedServer(web.Server):
         if len(self.connections) > wire.MAX_CONNECTIONS:
             transport.write(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
             transport.close()
+
+
+def _stop_reading(transport: asyncio.Transport) -> None:
+    # A transport that was closed meanwhile has nothing to stop, and says so by an error.
+    if not transport.is_closing():
+        transport.pause_reading()
 
 
 def _refuse_browser(request: web.BaseRequest) -> None:
