@@ -71,7 +71,7 @@ class Agent:
         self.peering = Peering(config, identity, self._key, self.wake)
         self.membership = self.peering.membership
         self._client: PeerClient | None = None
-        self.door = Door(self, DoorOptions(api_key=config.api.key))
+        self.door = Door(self, DoorOptions(api_key=config.api.key, node=config.node.name))
         self._cors = Cors(config.api.allowed_origins)
         self.engine_metrics = EngineMetrics(
             lambda: None if self.role is None else self.role.engine,
@@ -160,6 +160,11 @@ class Agent:
                 tasks.create_task(self._gossip(), name="peering")
                 tasks.create_task(self._reconcile_forever(folder), name="reconcile")
                 tasks.create_task(self.engine_metrics.run(), name="engine metrics")
+                try:
+                    await asyncio.Event().wait()  # until this node is stopped, or a task failed
+                finally:
+                    # First, so that clients are told this, and not what breaks when the children end.
+                    self.door.end_requests()
 
     async def _gossip(self) -> None:
         assert self._client is not None

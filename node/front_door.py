@@ -120,12 +120,13 @@ Guard = Callable[[web.Request], str | None]
 
 @dataclass(frozen=True)
 class DoorOptions:
-    """``body_bytes_max`` of one request: a prompt of 1,000,000 tokens is some 4 MB, a large photograph 20 MB in base64.
+    """``node``: its name, for errors that other nodes pass on. ``body_bytes_max`` of one request: a prompt of 1,000,000 tokens is some 4 MB, a large photograph 20 MB in base64.
 
     ``held_bytes_max`` of all requests at a time. ``stall_timeout_s``: how long a client may take, or say, nothing.
     """
 
     api_key: str = ""
+    node: str = ""
     body_bytes_max: int = 32 << 20
     held_bytes_max: int = 256 << 20
     open_max: int = 512
@@ -178,8 +179,13 @@ class Door:
             yield
 
     async def stop(self, _: web.Application) -> None:
+        """When the application ends: `end_requests`."""
+        self.end_requests()
+
+    def end_requests(self) -> None:
         """Ends every open request with an error, and takes no more."""
-        self._stopping = "This node is being stopped"
+        name = self._options.node
+        self._stopping = f"Node {name} is being stopped" if name else "This node is being stopped"
         self._holds.stop()
         for watch in list(self._open):
             watch.interrupt(self._stopping)
