@@ -19,7 +19,7 @@ from gossip.address import Address, normalised
 from gossip.discovery import Discovery, Found
 from gossip.envelope import VERSION
 from gossip.errors import GossipError
-from gossip.events import Change, Notify
+from gossip.events import Change, Incompatible, Notify
 from gossip.interface_watch import watch_interfaces
 from gossip.interfaces import InterfaceRules, LocalAddress, local_addresses
 from gossip.messages import REPLY_BYTES_MAX, REQUEST_BYTES_MAX
@@ -149,6 +149,8 @@ class Peering:
         self._announced[found.node_id] = found.addresses
         for address in found.addresses:
             self.service.announce(address, MULTICAST)
+            if found.version != VERSION:  # it will not understand a word, and is to be shown
+                self.service.feed(Incompatible(address, found.version))
 
     def _lost(self, node_id: str) -> None:
         for address in self._announced.pop(node_id, ()):
