@@ -97,6 +97,7 @@ class RouterEngine:
     process: asyncio.subprocess.Process
     _control: _Control = field(repr=False)
     _log_path: Path = field(repr=False)
+    _held_until_s: float = field(default=0.0, repr=False)  # of the event loop's time
 
     def set_table(self, table: RoutingTable) -> None:
         """Gives the backend a new table, used from its next layer on, and for what of the present one must be tried again.
@@ -125,6 +126,7 @@ class RouterEngine:
     def hold(self, ms: int) -> None:
         """Lets the backend begin no layer within the next ``ms``, at most HOLD_MS_MAX; 0 ends that. The last call counts."""
         self._control.hold(ms)
+        self._held_until_s = asyncio.get_running_loop().time() + ms / 1000
 
     @property
     def failures(self) -> deque[ExpertFailure]:
@@ -147,7 +149,7 @@ class RouterEngine:
         Raises RouterEngineError when it does not give them within 2 s, and at once during a hold, which they would undo:
         they are one of the results that must not come.
         """
-        if self._control.is_held:
+        if asyncio.get_running_loop().time() < self._held_until_s:
             raise RouterEngineError("llama-server gives no metrics: it is being held")
         try:
             async with (
@@ -196,11 +198,6 @@ class _Control:
         self.statistics: dict[str, Any] = {}
         self.connected = asyncio.Event()
         self.problem: str | None = None
-        self._held_until_s = 0.0
-
-    @property
-    def is_held(self) -> bool:
-        return asyncio.get_running_loop().time() < self._held_until_s
 
     def set_table(self, table: RoutingTable) -> _SentTable:
         self._last_sent = _SentTable(self._last_sent.id + 1, table)
@@ -227,7 +224,6 @@ class _Control:
     def hold(self, ms: int) -> None:
         if not 0 <= ms <= HOLD_MS_MAX:
             raise ValueError(f"a hold of {ms} ms is not one of 0 to {HOLD_MS_MAX}")
-        self._held_until_s = asyncio.get_running_loop().time() + ms / 1000
         for writer in self._writers:
             writer.write(_line({"type": "hold", "ms": ms}))
 

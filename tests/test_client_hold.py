@@ -203,6 +203,7 @@ class Doors:
     one: Node
     two: Node
     session: aiohttp.ClientSession
+    clients: list[Client] = field(default_factory=list)
     held_ms: list[int] = field(default_factory=list)
     to_be_closed: list[Asked] = field(default_factory=list)
 
@@ -210,8 +211,16 @@ class Doors:
         assert all(is_closed(asked) for asked in self.to_be_closed)
         self.held_ms.append(ms)
 
+    def client(self, path: str = CHAT) -> Client:
+        """One of the node that routes."""
+        return self._client(self.one.url + path)
+
     async def ask(self, url: str, path: str = CHAT) -> tuple[Client, Asked]:
-        return Client(self.session, url + path), await self.llama.next()
+        return self._client(url + path), await self.llama.next()
+
+    def _client(self, url: str) -> Client:
+        self.clients.append(Client(self.session, url))
+        return self.clients[-1]
 
     async def leave(self, client: Client) -> None:
         """Has a client leave, and waits until the routing node has done what it does then."""
@@ -247,6 +256,9 @@ async def doors() -> AsyncIterator[Doors]:
         rig = Doors(llama, one, two, session)
         one.agent.target = Here(llama.url, llama.api_key, 16, rig.hold)
         yield rig
+        for client in rig.clients:
+            client.task.cancel()
+        await asyncio.wait([client.task for client in rig.clients])
 
 
 @pytest.mark.parametrize("through", ["one", "two"])
@@ -297,7 +309,7 @@ async def test_a_door_asks_for_no_hold_when_llama_server_breaks_or_is_not_there(
         with socket.socket() as closed:
             closed.bind(("127.0.0.1", 0))
             rig.one.agent.target = Here(f"http://127.0.0.1:{closed.getsockname()[1]}", "key", 16, rig.hold)
-            assert (await Client(rig.session, rig.one.url + CHAT).task)[0] == 503
+            assert (await rig.client().task)[0] == 503
         assert rig.held_ms == [] and not other.task.done()
 
 
@@ -307,7 +319,7 @@ async def test_a_door_holds_the_llama_server_that_was_left() -> None:
         of_the_newer: list[int] = []
         old_leaver, _ = await rig.ask(rig.one.url)
         rig.one.agent.target = Here(newer.url, newer.api_key, 16, of_the_newer.append)
-        clients = [Client(rig.session, rig.one.url + CHAT) for _ in range(3)]
+        clients = [rig.client() for _ in range(3)]
         for _ in clients:
             await newer.next()
         await rig.leave(old_leaver)
