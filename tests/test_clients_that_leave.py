@@ -19,7 +19,7 @@ import pytest
 import pytest_asyncio
 from door_rig import Node, node
 from servers import Servers
-from test_api_clients import llama_server, ready
+from stock_server import llama_server, ready
 
 from node.demo_model import demo_model
 from node.front_door import Here, There
