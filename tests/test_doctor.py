@@ -6,7 +6,6 @@ import argparse
 import json
 import socket
 import stat
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -157,7 +156,7 @@ async def test_a_device_that_fails(script: str, found: str, tmp_path: Path, monk
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\n{script}\n")
     python.chmod(python.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(machine_checks, "PYTHON_MODULE", (str(python), "-m"))
     monkeypatch.setattr(machine_checks, "_FFN_TIMEOUT_S", 1.0)
     check = await one("test FFN")
     assert check.state == "failed"
