@@ -213,9 +213,9 @@ def print_status(document: dict[str, Any], console: Console) -> None:
     else:
         console.print(f"[yellow]not ready[/]: {escape(document['waits_for'])}")
     table = Table()
-    for heading in ("node", "", "platform", "device", "offers", "holds", "address"):
-        # An address that is cut is of no use.
-        table.add_column(heading, overflow="fold", no_wrap=heading == "address")
+    for heading in ("node", "state", "device", "offers", "holds"):
+        # What is cut there is of no use.
+        table.add_column(heading, overflow="fold", no_wrap=heading in ("node", "device", "offers"))
     for node in document["nodes"]:
         state = "alive" if node["alive"] else f"silent for {node['silent_s']:.0f} s"
         role = ", router" if document["router"] and node["node"] == document["router"]["node"] else ""
@@ -224,14 +224,12 @@ def print_status(document: dict[str, Any], console: Console) -> None:
         if planned > count(ready):
             holds += f" ({count(ready)} of {planned} experts ready)"
         table.add_row(
-            escape(node["name"]),
-            state + role,
-            escape(node["platform"]),
+            f"{escape(node['name'])}\n[dim]{escape(node['url'].removeprefix('http://'))}[/]",
+            f"{state}{role}\n[dim]{escape(node['platform'])}[/]",
             escape(", ".join(f"{d['name']} ({d['type']})" for d in node["devices"]) or "-")
             + _speed(node["expert_bytes_per_s"]),
             f"{node['memory_bytes'] / 2**30:.1f} GiB",
             holds + (f"\n[red]{escape(node['problem'])}[/]" if node["problem"] else ""),
-            node["url"],
         )
     console.print(table)
     for failure in document["failures"]:
