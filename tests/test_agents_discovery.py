@@ -439,7 +439,17 @@ def test_packets_that_nobody_sent_change_nothing_but_counters(swarm: str, net: N
         captured.touch()
     eventually("at eth0", lambda: one.used_host("two") == "10.77.0.2", 30)
 
-    before, log_before = one.peers(), one.log()
+    # A record of the other's start may still be on its way.
+    before = one.peers()
+    settled_since_s, deadline_s = time.monotonic(), time.monotonic() + 60
+    while time.monotonic() - settled_since_s < 3:
+        assert time.monotonic() < deadline_s, before
+        time.sleep(0.5)
+        now = one.peers()
+        if _what_it_believes(now) != _what_it_believes(before):
+            settled_since_s = time.monotonic()
+        before = now
+    log_before = one.log()
     _run_packets(attacker, "flood", one.address, str(captured), "1", "20000")
     after = one.peers()
     counted = {name: after["statistics"][name] - before["statistics"][name] for name in after["statistics"]}
