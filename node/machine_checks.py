@@ -18,6 +18,7 @@ from node.config import Config
 from node.identity import state_root
 from node.memory_limit import free_memory_bytes, memory_limit
 from node.paths import PYTHON_MODULE
+from node.swiglu import SWIGLU_PROGRAM
 
 # The first use of a GPU may compile its kernels.
 _FFN_TIMEOUT_S = 90.0
@@ -25,15 +26,6 @@ _PROGRAMS = ("llama-server", "swarm-programs", "libggml-swarm.so")
 _GIB = 2**30
 # Relative error of an expert's output. A wrong expert or tensor gives about 1, an F16 or Q8 activation far less than this.
 _TOLERANCE = {"f32": 0.01, "q8_0": 0.05}
-_PROGRAM = """swarm-program 1
-input row
-%0 = matmul ffn_up_exps.weight h
-%1 = matmul ffn_gate_exps.weight h
-%2 = glu swiglu %1 %0
-%3 = matmul ffn_down_exps.weight %2
-%4 = mul %3 w
-return %4
-"""
 
 
 def check_build(config: Config) -> Check:
@@ -130,7 +122,7 @@ def ffn_errors(device: str) -> dict[str, Any]:
     errors, used = {}, ""
     for kind in _TOLERANCE:
         generator = np.random.default_rng(1)
-        program, tensors, parts = kernels.Program(_PROGRAM), {}, {}
+        program, tensors, parts = kernels.Program(SWIGLU_PROGRAM), {}, {}
         with tempfile.NamedTemporaryFile(prefix="swarm-node-doctor-") as file:
             for name, (n_out, n_in) in shapes.items():
                 values = generator.standard_normal((n_expert, n_out, n_in), np.float32) * np.float32(n_in**-0.5)
@@ -148,7 +140,7 @@ def ffn_errors(device: str) -> dict[str, Any]:
         weight = generator.uniform(0.1, 1, len(row)).astype(np.float32)
         h = generator.standard_normal((n_rows, n_embd), np.float32)
         got = store.ffn(program.digest, 0, h, row, expert, weight, n_rows, "sum")
-        expected = reference.ffn(_PROGRAM, tensors, h, row, expert, weight, n_rows, "sum")
+        expected = reference.ffn(SWIGLU_PROGRAM, tensors, h, row, expert, weight, n_rows, "sum")
         errors[kind] = float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
         used = store.device
     return {"device": used, "errors": errors}

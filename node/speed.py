@@ -13,6 +13,8 @@ from types import ModuleType
 
 import numpy as np
 
+from node.swiglu import SWIGLU_PROGRAM
+
 # Q4_K, as most of the models that are served: 144 bytes of 256 weights, of which the first 4 are two float16 scales.
 _BLOCK_BYTES, _BLOCK_WEIGHTS = 144, 256
 _N_EMBD, _N_FF = 2048, 1024
@@ -22,15 +24,6 @@ _EXPERT_BYTES = 3 * _N_EMBD * _N_FF // _BLOCK_WEIGHTS * _BLOCK_BYTES
 _LAYER_BYTES_MAX = 128 << 20
 _MEMORY_SHARE = 1 / 16
 _MEASURE_S = 0.3
-_PROGRAM = """swarm-program 1
-input row
-%0 = matmul ffn_up_exps.weight h
-%1 = matmul ffn_gate_exps.weight h
-%2 = glu swiglu %1 %0
-%3 = matmul ffn_down_exps.weight %2
-%4 = mul %3 w
-return %4
-"""
 
 
 def expert_bytes_per_s(kernels: ModuleType, device: str, threads: int) -> float:
@@ -43,7 +36,7 @@ def expert_bytes_per_s(kernels: ModuleType, device: str, threads: int) -> float:
     n_expert = int(min(_LAYER_BYTES_MAX, free_bytes * _MEMORY_SHARE)) // _EXPERT_BYTES
     if n_expert < 2:
         raise ValueError(f"{free_bytes >> 20} MiB of memory are free on {device}")
-    program = kernels.Program(_PROGRAM)
+    program = kernels.Program(SWIGLU_PROGRAM)
     matrix = _random_matrix()
     with tempfile.NamedTemporaryFile(prefix="swarm-node-speed-") as file:
         file.write(matrix)

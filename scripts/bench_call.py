@@ -14,17 +14,9 @@ import numpy as np
 import kernels
 from node.expert_process import ExpertProcess, SliceOrder
 from node.routing import RoutingNode, RoutingSlice, RoutingTable, even_split
+from node.swiglu import SWIGLU_PROGRAM
 
 N_EMBD, N_FF, N_EXPERT = 3072, 4, 8
-PROGRAM = """swarm-program 1
-input row
-%0 = matmul ffn_up_exps.weight h
-%1 = matmul ffn_gate_exps.weight h
-%2 = glu swiglu %1 %0
-%3 = matmul ffn_down_exps.weight %2
-%4 = mul %3 w
-return %4
-"""
 
 
 async def call_costs(n_servers: int, rounds: int, reduce: str = "sum", threads: int = 1) -> dict[str, Any]:
@@ -54,7 +46,7 @@ async def call_costs(n_servers: int, rounds: int, reduce: str = "sum", threads: 
                 }
                 described[f"ffn_{name}_exps.weight"] = {"type": "f32", "ne": list(ne), "parts": [part]}
             order = SliceOrder(0, first, last, described)
-            (answer,) = await server.load("bench", {0: PROGRAM}, {0: N_EXPERT}, {0: N_EXPERT}, [order])
+            (answer,) = await server.load("bench", {0: SWIGLU_PROGRAM}, {0: N_EXPERT}, {0: N_EXPERT}, [order])
             if answer.reason is not None:
                 raise SystemExit(f"bench: {answer.reason}")
             nodes.append(RoutingNode(f"n{number}", "127.0.0.1", server.port))
@@ -64,7 +56,7 @@ async def call_costs(n_servers: int, rounds: int, reduce: str = "sum", threads: 
         process = await asyncio.create_subprocess_exec(
             str(kernels.native_path("swarm-bench-call")),
             str(folder / "table.json"),
-            *(str(value) for value in (kernels.Program(PROGRAM).digest, N_EMBD, n_servers, N_EXPERT, rounds, 1)),
+            *(str(value) for value in (kernels.Program(SWIGLU_PROGRAM).digest, N_EMBD, n_servers, N_EXPERT, rounds, 1)),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )

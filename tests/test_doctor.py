@@ -168,7 +168,7 @@ def test_wrong_tensors_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tolerance is far from what a mistake gives: gate and up in each other's place."""
     right = ffn_errors("auto")["errors"]
     assert all(right[kind] < limit for kind, limit in machine_checks._TOLERANCE.items())
-    swapped = machine_checks._PROGRAM.replace("%1 %0", "%0 %1")
+    swapped = machine_checks.SWIGLU_PROGRAM.replace("%1 %0", "%0 %1")
     program = kernels.Program
     monkeypatch.setattr(kernels, "Program", lambda text: program(swapped))
     wrong = ffn_errors("auto")["errors"]

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-// Calls of operator new by the calling thread, defined in test_transport.cpp.
+// Calls of operator new by the calling thread, defined in test_main.cpp.
 long n_allocations_of_thread();
 
 struct TestCase {

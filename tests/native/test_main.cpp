@@ -1,4 +1,4 @@
-// Tests of the expert server's native side. An argument runs only the tests whose name contains it.
+// The main program of the native tests. An argument runs only the tests whose name contains it.
 
 #include "check.hpp"
 
