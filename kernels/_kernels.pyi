@@ -87,7 +87,9 @@ class ExpertStore:
     ) -> npt.NDArray[np.float32]: ...
 
 class CallServer:
-    def __init__(self, device: str, max_rows: int, waiting_max: int, delay_s: float = 0.0) -> None: ...
+    def __init__(
+        self, device: str, max_rows: int, waiting_max: int, poll_us: int = 0, delay_s: float = 0.0
+    ) -> None: ...
     def publish(
         self,
         model: str,

@@ -21,6 +21,7 @@ import msgspec
 from aiohttp import web
 
 import kernels
+from node import polling
 from node.auth import host_allowed, is_json, is_private, origin_allowed
 from node.call_guard import CALL_KEY_VARIABLE
 from node.config import Config
@@ -470,7 +471,8 @@ class Agent:
         return holder
 
     def _child_environment(self) -> dict[str, str]:
-        return {} if self._key is None else {CALL_KEY_VARIABLE: self._key.derive("call").hex()}
+        key = {} if self._key is None else {CALL_KEY_VARIABLE: self._key.derive("call").hex()}
+        return {polling.VARIABLE: str(self.config.node.poll_us), **key}
 
     def _offered_memory(self) -> int:
         if not self.config.experts.enabled:

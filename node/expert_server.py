@@ -9,6 +9,7 @@ layer is loaded, the server closes it with code 1012 between two calls, and the 
 
 Fault injection for tests, from the environment:
     SWARM_DEBUG_ABORT=1     a call for the model id "abort" ends the process with abort(), as a failed assertion does
+    SWARM_NODE_POLL_US=n         see node/polling.py
     SWARM_DEBUG_SLEEP_S=x   every call sleeps x seconds in the worker thread before it computes
 """
 
@@ -32,7 +33,7 @@ from typing import Any, TextIO, cast
 import numpy as np
 from aiohttp import WSMsgType, web
 
-from node import parent_death, speed, wire
+from node import parent_death, polling, speed, wire
 from node.call_guard import CallGuard
 from node.compute_queue import ComputeQueue
 from node.errors import CallRefused, MalformedMessage, NotAuthenticated
@@ -78,6 +79,7 @@ class ExpertServer:
                 device,
                 max_rows,
                 max_waiting=wire.MAX_WAITING_CALLS,
+                poll_us=polling.poll_us(),
                 delay_s=delay_s,
                 answer=self._answer_message,
             )

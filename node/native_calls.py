@@ -26,11 +26,20 @@ class NativeCalls:
     """The native server of calls, told what is held. Used on the event loop's thread."""
 
     def __init__(
-        self, kernels: ModuleType, device: str, max_rows: int, *, max_waiting: int, delay_s: float, answer: Answer
+        self,
+        kernels: ModuleType,
+        device: str,
+        max_rows: int,
+        *,
+        max_waiting: int,
+        poll_us: int,
+        delay_s: float,
+        answer: Answer,
     ) -> None:
-        """`delay_s` is slept before every call computes: a test hook."""
+        """`poll_us`: for how long a connection looks for the next call before it sleeps, while a core is free.
+        `delay_s` is slept before every call computes: a test hook."""
         self._kernels = kernels
-        self._server = kernels.CallServer(kernels.choose_device(device), max_rows, max_waiting, delay_s)
+        self._server = kernels.CallServer(kernels.choose_device(device), max_rows, max_waiting, poll_us, delay_s)
         self._answer = answer
         self._loop = asyncio.get_running_loop()
         self._connections: dict[Any, int] = {}

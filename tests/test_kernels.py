@@ -245,6 +245,17 @@ def test_a_kept_graph_gives_the_bits_of_a_new_one(type: str, tmp_path: Path) -> 
         assert store.kept_graphs() == n_kept
 
 
+@pytest.mark.parametrize("type", LAYER_TYPES)
+def test_any_number_of_threads_gives_the_same_bits(type: str, tmp_path: Path) -> None:
+    """How many of its threads a store uses depends on the work of a call: here one, two, three and all four."""
+    layer = Layer(SWIGLU, random_layer(type, 4, 256, 512), 4, tmp_path / "layer")
+    one, four = layer.held(threads=1), layer.held(threads=4)
+    for n_rows in (1, 4, 8, 11, 16, 20, 40):
+        h = hidden(n_rows, 256)
+        pairs = Pairs.random(n_rows, range(4), 2)
+        assert layer.call(four, h, pairs, "rows").tobytes() == layer.call(one, h, pairs, "rows").tobytes()
+
+
 @pytest.mark.parametrize("part", SLICES)
 def test_each_slice_computes_its_experts_and_no_others(part: tuple[int, int], tmp_path: Path) -> None:
     """COMP-2: routing forced to one slice, in particular to those that do not begin at expert 0."""

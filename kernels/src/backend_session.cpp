@@ -5,6 +5,8 @@
 
 #include "ggml-impl.h"
 
+#include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <fstream>
 
@@ -17,6 +19,14 @@ namespace {
 std::string environment(const char * name) {
     const char * value = std::getenv(name);
     return value != nullptr ? value : "";
+}
+
+// As node/polling.py reads it for the expert server.
+std::chrono::microseconds poll_limit() {
+    constexpr long    default_us = 300, max_us = 10000;
+    const std::string text      = environment("SWARM_NODE_POLL_US");
+    const bool        is_number = !text.empty() && text.size() <= 6 && text.find_first_not_of("0123456789") == std::string::npos;
+    return std::chrono::microseconds(is_number ? std::min(std::stol(text), max_us) : default_us);
 }
 
 std::string describe(const Failure & f) {
@@ -36,7 +46,7 @@ BackendSession & BackendSession::instance() {
 }
 
 BackendSession::BackendSession()
-    : caller_(std::make_unique<Caller>(parse_call_key(environment("SWARM_CALL_KEY")))),
+    : caller_(std::make_unique<Caller>(parse_call_key(environment("SWARM_CALL_KEY")), poll_limit())),
       stats_path_(environment("SWARM_STATS")) {
     if (!environment("SWARM_CALL_KEY").empty() && parse_call_key(environment("SWARM_CALL_KEY")).empty()) {
         GGML_LOG_ERROR("swarm: SWARM_CALL_KEY is not 64 hexadecimal digits; calls prove no key\n");

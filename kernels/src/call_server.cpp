@@ -54,8 +54,9 @@ template <typename T> void shrink_values(std::vector<T> & values) {
 
 }  // namespace
 
-CallServer::CallServer(const std::string & device, int64_t max_rows, size_t waiting_max, double delay_s)
-    : max_rows_(max_rows), waiting_max_(waiting_max), delay_s_(delay_s), gate_(DeviceGate::of(device)) {}
+CallServer::CallServer(const std::string & device, int64_t max_rows, size_t waiting_max, std::chrono::microseconds poll_limit,
+                       double delay_s)
+    : max_rows_(max_rows), waiting_max_(waiting_max), poll_limit_(poll_limit), delay_s_(delay_s), gate_(DeviceGate::of(device)) {}
 
 void CallServer::publish(const std::string & model, int layer, HeldLayer held) {
     auto                              shared = std::make_shared<const HeldLayer>(std::move(held));
@@ -103,7 +104,7 @@ CallCounters CallServer::counters() const {
 }
 
 CallConnection::CallConnection(std::shared_ptr<CallServer> server, int fd, size_t max_message_bytes, Timeouts timeouts)
-    : server_(std::move(server)), fd_(fd), timeouts_(timeouts), frames_(max_message_bytes) {
+    : server_(std::move(server)), fd_(fd), timeouts_(timeouts), frames_(max_message_bytes), poll_(server_->poll_limit_) {
     // The descriptor shares O_NONBLOCK with the one it was made from, whose owner needs it set.
     const int flags = fcntl(fd_, F_GETFL);
     if (flags < 0 || fcntl(fd_, F_SETFL, flags | O_NONBLOCK) < 0 || pipe(wake_) != 0) {
@@ -150,7 +151,7 @@ void CallConnection::stop() {
 // Until the socket is ready, or renew() was called; timeout_s < 0: for ever. False: in vain. Throws Ended after stop().
 bool CallConnection::wait(bool for_writing, double timeout_s) {
     pollfd    watched[2] = { { fd_, short(for_writing ? POLLOUT : POLLIN), 0 }, { wake_[0], POLLIN, 0 } };
-    const int n          = poll(watched, 2, timeout_s < 0 ? -1 : int(timeout_s * 1000));
+    const int n          = poll_(watched, 2, timeout_s < 0 ? -1 : int(timeout_s * 1000));
     if (n < 0 && errno != EINTR) {
         throw Ended();
     }

@@ -4,11 +4,13 @@
 // What is held here, and up to which term, the owner says (node/slices.py). A call that is right in every respect is
 // answered here. Any other message goes to the owner, so that refusals have one source, whatever carried the call.
 
+#include "brief_poll.hpp"
 #include "client_frames.hpp"
 #include "expert_store.hpp"
 #include "floats.hpp"
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -37,8 +39,9 @@ struct CallCounters {
 
 class CallServer {
   public:
-    // waiting_max: calls that may wait for the device. delay_s: slept before each call computes, a test hook.
-    CallServer(const std::string & device, int64_t max_rows, size_t waiting_max, double delay_s);
+    // waiting_max: calls that may wait for the device. poll_limit: for how long a connection looks for its next message
+    // before it sleeps. delay_s: slept before each call computes, a test hook.
+    CallServer(const std::string & device, int64_t max_rows, size_t waiting_max, std::chrono::microseconds poll_limit, double delay_s);
 
     void publish(const std::string & model, int layer, HeldLayer held);
     void withdraw(const std::string & model, int layer);
@@ -61,6 +64,7 @@ class CallServer {
 
     const int64_t                             max_rows_;
     const size_t                              waiting_max_;
+    const std::chrono::microseconds           poll_limit_;
     const double                              delay_s_;
     const std::shared_ptr<DeviceGate>         gate_;
     mutable std::mutex                        mutex_;
@@ -109,6 +113,7 @@ class CallConnection {
     std::atomic<bool>           is_stopped_{ false };
     std::atomic<bool>           is_renewed_{ false };
     ClientFrames                frames_;
+    BriefPoll                   poll_;
     std::vector<int32_t>        row_, expert_;
     std::vector<float>          weight_;
     std::vector<float>          h_, y_;  // where the wire's format is not f32

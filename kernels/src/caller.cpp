@@ -17,9 +17,11 @@ struct Caller::Impl {
     PeerSet     peers;
     NewestTable newest;
     Hold        hold;
-    Exchange    exchange{peers, newest};
+    Exchange    exchange;
     LayerSplit  split;
     std::shared_ptr<const RoutingTable> followed;  // the table that `peers` belongs to
+
+    explicit Impl(std::chrono::microseconds poll_limit) : exchange(peers, newest, poll_limit) {}
 
     bool compute(const LayerInput & input, float * out, Failure & failure);
 };
@@ -43,7 +45,9 @@ bool Caller::Impl::compute(const LayerInput & input, float * out, Failure & fail
     return computed;
 }
 
-Caller::Caller(const std::string & call_key) : impl_(std::make_unique<Impl>()) { impl_->peers.set_call_key(call_key); }
+Caller::Caller(const std::string & call_key, std::chrono::microseconds poll_limit) : impl_(std::make_unique<Impl>(poll_limit)) {
+    impl_->peers.set_call_key(call_key);
+}
 
 Caller::~Caller() = default;
 

@@ -4,6 +4,7 @@
 #include "routing.hpp"
 #include "statistics.hpp"
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -42,8 +43,9 @@ struct Failure {
 
 class Caller {
   public:
-    // `call_key`: 32 bytes that nodes and this router prove to each other, or empty.
-    explicit Caller(const std::string & call_key = "");
+    // call_key: 32 bytes that nodes and this router prove to each other, or empty. poll_limit: for how long replies are
+    // looked for before the thread sleeps.
+    explicit Caller(const std::string & call_key = "", std::chrono::microseconds poll_limit = {});
     ~Caller();
     Caller(const Caller &)             = delete;
     Caller & operator=(const Caller &) = delete;

@@ -336,7 +336,7 @@ bool Exchange::wait(Clock::time_point now) {
         polled_peers_.push_back(job.peer);
     }
     const double timeout_ms = std::ceil(std::max(0.0, ms_between(now, until)));
-    const int    n = poll(polled_.data(), nfds_t(polled_.size()), int(std::min(timeout_ms, 60000.0)));
+    const int    n = poll_(polled_.data(), nfds_t(polled_.size()), int(std::min(timeout_ms, 60000.0)));
     if (n < 0 && errno != EINTR) {
         failure_->layer  = input_->layer;
         failure_->reason = "poll() failed: " + error_text(errno);

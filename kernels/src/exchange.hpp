@@ -1,6 +1,7 @@
 #pragma once
 // Carries out the jobs of one layer: all nodes at once, in one poll() loop, with deadlines and retries.
 
+#include "brief_poll.hpp"
 #include "newest_table.hpp"
 #include "split.hpp"
 
@@ -13,7 +14,9 @@ namespace swarm {
 
 class Exchange {
   public:
-    Exchange(PeerSet & peers, const NewestTable & newest) : peers_(peers), newest_(newest) {}
+    // poll_limit: for how long it looks for replies before it sleeps.
+    Exchange(PeerSet & peers, const NewestTable & newest, std::chrono::microseconds poll_limit)
+        : peers_(peers), newest_(newest), poll_(poll_limit) {}
 
     // True: every job is done, and its y has the right size and points to memory that stays until
     // PeerSet::forget_replies(). False: `failure` is set, and no call is under way any more.
@@ -51,6 +54,7 @@ class Exchange {
     std::string          problem_;
     std::vector<pollfd>  polled_;
     std::vector<Peer *>  polled_peers_;
+    BriefPoll            poll_;
 };
 
 }  // namespace swarm

@@ -32,6 +32,10 @@ constexpr size_t kept_graphs_bytes_max = size_t{ 16 } << 20;
 // Values of one kept graph; those of the reference model take 4 MB for 64 pairs. All kept graphs share the memory.
 constexpr size_t kept_values_bytes_max = size_t{ 16 } << 20;
 
+// Multiplications worth a thread: 0.3 ms of a core. To wake one takes up to 0.05 ms, and where the cores are busy a step
+// waits for the thread that has none: three processes of two threads each on two cores took five times as long.
+constexpr int64_t thread_products_min = int64_t{ 1 } << 22;
+
 // GGML_TYPE_COUNT when there is none of that name. Integers, doubles and the formats of activations (q8_1, q8_K) are no
 // types of weights: ggml would call a null pointer.
 ggml_type weight_type(const std::string & name) {
@@ -129,9 +133,13 @@ struct ExpertStore::Engine {
         ProgramGraph         graph;
     };
     ggml_backend_dev_t                                  device = nullptr;
-    std::unique_ptr<ggml_threadpool, ThreadpoolDeleter> threadpool;
+    std::unique_ptr<ggml_threadpool, ThreadpoolDeleter> threadpool, lone_thread;
     ggml_backend_ptr                                    backend;
+    // A backend of one thread, null if `backend` has no more. A pool wakes all its threads, whatever number of them a
+    // graph takes, and waits for those that it takes at each of its steps.
+    ggml_backend_ptr                                    lone_backend;
     bool                                                is_cpu = false;
+    int                                                 n_threads = 1;
     ggml_gallocr_ptr                                    allocator;
     std::vector<uint8_t>                                graph_memory;
 
@@ -144,6 +152,19 @@ struct ExpertStore::Engine {
     // Of the last large call, for the next: memory fresh from the system costs more than copying to it.
     std::mutex               spare_mutex;
     std::unique_ptr<Scratch> spare;
+
+    // The backend for a graph of that much work.
+    ggml_backend_t backend_for(int64_t n_products) const {
+        if (lone_backend == nullptr) {
+            return backend.get();
+        }
+        if (n_products < 2 * thread_products_min) {
+            return lone_backend.get();
+        }
+        const int64_t threads = std::min<int64_t>(n_threads, n_products / thread_products_min);
+        ggml_backend_cpu_set_n_threads(backend.get(), static_cast<int>(threads));
+        return backend.get();
+    }
 
     void forget_kept() {
         kept_by_key.clear();
@@ -167,12 +188,24 @@ ExpertStore::ExpertStore(const std::string & device, int threads)
         throw LoadError("ggml cannot start device '" + device + "'");
     }
     if (ggml_backend_is_cpu(engine_->backend.get())) {
-        ggml_threadpool_params params = ggml_threadpool_params_default(threads);
-        // Waiting threads sleep: a second busy pool on the machine would slow both a hundredfold.
-        params.poll = 0;
-        engine_->threadpool.reset(ggml_threadpool_new(&params));
-        ggml_backend_cpu_set_n_threads(engine_->backend.get(), threads);
-        ggml_backend_cpu_set_threadpool(engine_->backend.get(), engine_->threadpool.get());
+        const auto add_threads = [](ggml_backend_t backend, int n) {
+            ggml_threadpool_params params = ggml_threadpool_params_default(n);
+            // Waiting threads sleep: a second busy pool on the machine would slow both a hundredfold.
+            params.poll                = 0;
+            ggml_threadpool * const pool = ggml_threadpool_new(&params);
+            ggml_backend_cpu_set_n_threads(backend, n);
+            ggml_backend_cpu_set_threadpool(backend, pool);
+            return pool;
+        };
+        engine_->n_threads = threads;
+        engine_->threadpool.reset(add_threads(engine_->backend.get(), threads));
+        if (threads > 1) {
+            engine_->lone_backend.reset(ggml_backend_dev_init(engine_->device, nullptr));
+            if (!engine_->lone_backend) {
+                throw LoadError("ggml cannot start device '" + device + "' a second time");
+            }
+            engine_->lone_thread.reset(add_threads(engine_->lone_backend.get(), 1));
+        }
     }
     engine_->is_cpu = ggml_backend_is_cpu(engine_->backend.get());
     engine_->allocator.reset(ggml_gallocr_new(ggml_backend_get_default_buffer_type(engine_->backend.get())));
@@ -419,8 +452,8 @@ const ProgramGraph * ExpertStore::kept_graph(const Slice & slice, int64_t n_pair
     return &engine.kept.front().graph;
 }
 
-void ExpertStore::compute_graph(const ProgramGraph & graph, const float * h, const int32_t * ids, const float * weight,
-                                float * out) {
+void ExpertStore::compute_graph(const ProgramGraph & graph, int64_t n_products, const float * h, const int32_t * ids,
+                                const float * weight, float * out) {
     const std::pair<ggml_tensor *, const void *> inputs[] = { { graph.h, h }, { graph.ids, ids }, { graph.weight, weight } };
     for (const auto & [tensor, data] : inputs) {
         // One that the result does not depend on may have no memory.
@@ -428,7 +461,7 @@ void ExpertStore::compute_graph(const ProgramGraph & graph, const float * h, con
             ggml_backend_tensor_set(tensor, data, 0, ggml_nbytes(tensor));
         }
     }
-    const ggml_status status = ggml_backend_graph_compute(engine_->backend.get(), graph.graph);
+    const ggml_status status = ggml_backend_graph_compute(engine_->backend_for(n_products), graph.graph);
     if (status != GGML_STATUS_SUCCESS) {
         throw ComputeError("device " + device_name_ + " failed: " + ggml_status_to_string(status));
     }
@@ -437,9 +470,10 @@ void ExpertStore::compute_graph(const ProgramGraph & graph, const float * h, con
 
 void ExpertStore::compute(const Slice & slice, const float * h, const int32_t * ids, const float * weight,
                           int64_t n_pairs, float * out) {
-    const ProgramGraph * kept = n_pairs <= kept_pairs_max ? kept_graph(slice, n_pairs) : nullptr;
+    const int64_t        n_products = n_pairs * slice.products_per_pair;
+    const ProgramGraph * kept       = n_pairs <= kept_pairs_max ? kept_graph(slice, n_pairs) : nullptr;
     if (kept != nullptr) {
-        compute_graph(*kept, h, ids, weight, out);
+        compute_graph(*kept, n_products, h, ids, weight, out);
         return;
     }
     engine_->graph_memory.resize(std::max(engine_->graph_memory.size(), program_graph_context_bytes(slice.program)));
@@ -449,7 +483,7 @@ void ExpertStore::compute(const Slice & slice, const float * h, const int32_t * 
     if (!ggml_gallocr_alloc_graph(engine_->allocator.get(), graph.graph)) {
         throw ComputeError("device " + device_name_ + " has no memory to compute " + std::to_string(n_pairs) + " pairs");
     }
-    compute_graph(graph, h, ids, weight, out);
+    compute_graph(graph, n_products, h, ids, weight, out);
 }
 
 // Everything of a call that can be wrong; which slice has which pair.

@@ -143,7 +143,8 @@ class ExpertStore {
                           const std::function<void()> & begin_turn);
     void compute(const Slice & slice, const float * h, const int32_t * ids, const float * weight, int64_t n_pairs,
                  float * out);
-    void compute_graph(const ProgramGraph & graph, const float * h, const int32_t * ids, const float * weight, float * out);
+    void compute_graph(const ProgramGraph & graph, int64_t n_products, const float * h, const int32_t * ids, const float * weight,
+                       float * out);
     const ProgramGraph * kept_graph(const Slice & slice, int64_t n_pairs);
 
     std::string             device_name_;

@@ -229,8 +229,11 @@ PYBIND11_MODULE(_kernels, m) {
              py::arg("reduce"));
 
     py::class_<swarm::CallServer, std::shared_ptr<swarm::CallServer>>(m, "CallServer")
-        .def(py::init<const std::string &, int64_t, size_t, double>(), py::arg("device"), py::arg("max_rows"),
-             py::arg("waiting_max"), py::arg("delay_s") = 0.0)
+        .def(py::init([](const std::string & device, int64_t max_rows, size_t waiting_max, int64_t poll_us, double delay_s) {
+                 return std::make_shared<swarm::CallServer>(device, max_rows, waiting_max, std::chrono::microseconds(poll_us),
+                                                            delay_s);
+             }),
+             py::arg("device"), py::arg("max_rows"), py::arg("waiting_max"), py::arg("poll_us") = 0, py::arg("delay_s") = 0.0)
         .def("publish",
              [](swarm::CallServer & server, const std::string & model, int layer, std::shared_ptr<swarm::ExpertStore> store,
                 uint64_t program_digest, int64_t n_in, int64_t n_out, int64_t n_used, bool per_pair, bool uses_weight,

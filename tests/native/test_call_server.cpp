@@ -25,7 +25,7 @@ using Data = std::vector<uint8_t>;
 struct Rig {
     Weights                      weights;
     std::shared_ptr<ExpertStore> store  = std::make_shared<ExpertStore>("CPU", 1);
-    std::shared_ptr<CallServer>  server = std::make_shared<CallServer>("CPU", 4, 16, 0.0);
+    std::shared_ptr<CallServer>  server = std::make_shared<CallServer>("CPU", 4, 16, std::chrono::microseconds(300), 0.0);
     int                          peer   = -1;
     std::unique_ptr<CallConnection> connection;
     std::thread                  thread;
@@ -302,7 +302,7 @@ TEST(control_frames_and_ends) {
 TEST(an_owner_that_fails_ends_the_connection) {
     int ends[2];
     CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0);
-    CallConnection connection(std::make_shared<CallServer>("CPU", 4, 16, 0.0), ends[1], 4096, {});
+    CallConnection connection(std::make_shared<CallServer>("CPU", 4, 16, std::chrono::microseconds(300), 0.0), ends[1], 4096, {});
     const Data     frame{ 0x82, 0x81, 0, 0, 0, 0, 'x' };
     CHECK(::send(ends[0], frame.data(), frame.size(), 0) == ssize_t(frame.size()));
     CHECK_CONTAINS(error_of<std::runtime_error>([&] {
