@@ -67,6 +67,7 @@ BackendSession::BackendSession()
         handlers.on_table   = [this](std::shared_ptr<const RoutingTable> table) { return use_table(std::move(table)); };
         handlers.on_hold    = [this](double ms) { caller_->hold(ms); };
         handlers.statistics = [this] { return caller_->statistics(); };
+        handlers.trace      = [this] { return caller_->trace(); };
         handlers.on_problem = [](const std::string & text) { GGML_LOG_WARN("swarm: %s\n", text.c_str()); };
         std::string problem;
         control_ = ControlChannel::start(address, SWARM_BUILD_ID, std::move(handlers), problem);

@@ -27,6 +27,8 @@ struct Caller::Impl {
 };
 
 bool Caller::Impl::compute(const LayerInput & input, float * out, Failure & failure) {
+    Round round;
+    round.entered = Clock::now();
     hold.pass();
     auto current = newest.wait(first_table_wait);
     if (!current) {
@@ -35,13 +37,18 @@ bool Caller::Impl::compute(const LayerInput & input, float * out, Failure & fail
         failure.waited_ms = double(first_table_wait.count());
         return false;
     }
+    round.begun = Clock::now();
     if (current != followed) {
         peers.follow(*current);
         followed = current;
     }
-    const bool computed = split.build(input, *current, peers, failure) && exchange.run(input, current, split, failure) &&
+    const bool computed = split.build(input, *current, peers, failure) && exchange.run(input, current, split, round, failure) &&
                           split.combine(out, failure);
     followed            = current;
+    round.ended         = Clock::now();
+    if (computed) {
+        peers.count_round(input.layer, input.n_tokens, round);
+    }
     return computed;
 }
 
@@ -69,10 +76,14 @@ bool Caller::ffn(const LayerInput & input, float * out, Failure & failure) {
         impl_->peers.abandon_calls();
     }
     impl_->peers.forget_replies();
-    impl_->peers.count_layer(input.layer, computed);
+    if (!computed) {
+        impl_->peers.count_failure();
+    }
     return computed;
 }
 
 Statistics Caller::statistics() const { return impl_->peers.statistics(); }
+
+Trace Caller::trace() const { return impl_->peers.trace(); }
 
 }  // namespace swarm

@@ -3,6 +3,7 @@
 
 #include "routing.hpp"
 #include "statistics.hpp"
+#include "trace.hpp"
 
 #include <chrono>
 #include <cstddef>
@@ -66,6 +67,7 @@ class Caller {
 
     // From any thread.
     Statistics statistics() const;
+    Trace      trace() const;
 
   private:
     struct Impl;

@@ -63,6 +63,7 @@ struct ControlChannel::Impl {
     std::string             out, in;
     size_t                  out_sent = 0, in_scanned = 0;
     std::deque<std::string> answers;         // lines about tables
+    std::optional<uint64_t> trace_asked;     // made when the agent reads on: a trace can be long
     std::optional<Failure>  failure_in_out;  // comes back into the queue if the agent goes away before it has the line
     double                  backoff_ms = 0;
     Clock::time_point       next_connect{}, next_stats{};
@@ -132,6 +133,7 @@ struct ControlChannel::Impl {
         out.clear();
         in.clear();
         answers.clear();  // the next agent sends its table again
+        trace_asked.reset();
         out_sent = in_scanned = 0;
         if (failure_in_out) {
             push_failure(std::move(*failure_in_out), true);
@@ -148,7 +150,7 @@ struct ControlChannel::Impl {
         }
     }
 
-    // The next line to send, if there is one: hello, then answers, then failures, then statistics.
+    // The next line to send, if there is one: hello, then answers, then failures, then a trace, then statistics.
     void fill_out(Clock::time_point now) {
         if (!said_hello) {
             out        = line_of({{"type", "hello"}, {"version", 1}, {"build", build_id}, {"pid", int64_t(getpid())}});
@@ -171,6 +173,11 @@ struct ControlChannel::Impl {
         }
         if (failure_in_out) {
             out = failure_line(*failure_in_out);
+            return;
+        }
+        if (trace_asked) {
+            out = trace_json(handlers.trace ? handlers.trace() : Trace(), *trace_asked) + "\n";
+            trace_asked.reset();
             return;
         }
         if (now < next_stats) {
@@ -248,6 +255,8 @@ struct ControlChannel::Impl {
             handle_table(object);
         } else if (type != object.end() && *type == "hold") {
             handle_hold(object);
+        } else if (type != object.end() && *type == "trace") {
+            handle_trace(object);
         }  // newer agents may say more
     }
 
@@ -283,6 +292,16 @@ struct ControlChannel::Impl {
         } else if (handlers.on_hold) {
             handlers.on_hold(double(ms->get<uint64_t>()));
         }
+    }
+
+    // Of requests that are not answered yet only the last one counts.
+    void handle_trace(const json & message) {
+        const auto id = message.find("id");
+        if (id == message.end() || !id->is_number_unsigned()) {
+            say("a request for a trace is ignored: its \"id\" is not a whole number");
+            return;
+        }
+        trace_asked = id->get<uint64_t>();
     }
 
     void turn() {

@@ -4,6 +4,7 @@
 #include "caller.hpp"
 #include "routing.hpp"
 #include "statistics.hpp"
+#include "trace.hpp"
 
 #include <functional>
 #include <memory>
@@ -19,6 +20,7 @@ class ControlChannel {
         std::function<Statistics()>                                     statistics;
         std::function<void(const std::string &)>                        on_problem;  // for the log; may be empty
         std::function<void(double)>                                     on_hold;     // ms from now, 0: none any more
+        std::function<Trace()>                                          trace;
     };
     static constexpr int    max_hold_ms    = 2000;
     static constexpr size_t max_line_bytes = size_t(16) << 20;

@@ -38,10 +38,12 @@ size_t Exchange::reply_bytes(const Job & job) const {
     return (job.table->reduce == Reduce::rows ? job.n_pairs() : job.n_rows()) * size_t(input_->n_out) * dtype_bytes(job.table->dtype);
 }
 
-bool Exchange::run(const LayerInput & input, std::shared_ptr<const RoutingTable> & table, LayerSplit & split, Failure & failure) {
+bool Exchange::run(const LayerInput & input, std::shared_ptr<const RoutingTable> & table, LayerSplit & split, Round & round,
+                   Failure & failure) {
     input_   = &input;
     table_   = &table;
     split_   = &split;
+    round_   = &round;
     failure_ = &failure;
     former_tables_.clear();
     Clock::time_point now = Clock::now();
@@ -62,11 +64,15 @@ bool Exchange::run(const LayerInput & input, std::shared_ptr<const RoutingTable>
         if (all_done) {
             return true;
         }
-        if (!wait(Clock::now())) {
+        const Clock::time_point waiting_from = Clock::now();
+        if (!wait(waiting_from)) {
             peers_.abandon_calls();
             return false;
         }
         now = Clock::now();
+        round.asked = round.asked == Clock::time_point{} ? waiting_from : round.asked;
+        round.waited += now - waiting_from;
+        round.replied = now;
     }
 }
 
@@ -182,7 +188,8 @@ bool Exchange::take_reply(size_t index, Clock::time_point now) {
     const double compute_us = std::min(double(reply.compute_us), call_us);  // what a node says of itself has limits
     const double queue_us   = std::min(double(reply.queue_us), call_us - compute_us);
     peer.answered(call_us, compute_us, queue_us, job.n_pairs());
-    peers_.count_call(peer, job.n_pairs(), call_us, compute_us);
+    peers_.count_call(peer, input_->layer, job.n_pairs(), call_us, compute_us, queue_us);
+    round_->note_reply(peer, job.asked_at, now, compute_us, queue_us);
     job.y       = reply.y;
     job.state   = Job::State::done;
     peer.asking = nullptr;

@@ -22,7 +22,8 @@ class Exchange {
     // PeerSet::forget_replies(). False: `failure` is set, and no call is under way any more.
     // Each attempt at a job uses one table. `split` and the peers belong to `table`; where a job fails and a newer table
     // has come that fits, all three go over to that one, and the job's pairs to the nodes that it names.
-    bool run(const LayerInput & input, std::shared_ptr<const RoutingTable> & table, LayerSplit & split, Failure & failure);
+    // `round`: gets the times from the first wait to the last reply.
+    bool run(const LayerInput & input, std::shared_ptr<const RoutingTable> & table, LayerSplit & split, Round & round, Failure & failure);
 
   private:
     // All return false when the layer has failed.
@@ -49,6 +50,7 @@ class Exchange {
     LayerSplit *         split_   = nullptr;
     std::shared_ptr<const RoutingTable> *            table_ = nullptr;
     std::vector<std::shared_ptr<const RoutingTable>> former_tables_;  // of jobs that are still under way
+    Round *              round_   = nullptr;
     Failure *            failure_ = nullptr;
     uint64_t             next_id_ = 1;
     std::string          problem_;

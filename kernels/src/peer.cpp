@@ -17,6 +17,17 @@ constexpr double deadline_multiple   = 10;
 constexpr double longest_deadline_ms = 600000;
 constexpr double ewma_weight         = 0.2;
 
+uint64_t ns(Clock::duration time) { return uint64_t(std::max<int64_t>(0, std::chrono::duration_cast<std::chrono::nanoseconds>(time).count())); }
+
+uint64_t ns(double us) { return uint64_t(us * 1000); }
+
+CallTrace & of_layer(Peer & peer, int layer) {
+    if (peer.trace.size() <= size_t(layer)) {
+        peer.trace.resize(size_t(layer) + 1);
+    }
+    return peer.trace[size_t(layer)];
+}
+
 void blend(double & average, double sample, bool measured) {
     average = measured ? average + ewma_weight * (sample - average) : sample;
 }
@@ -68,6 +79,7 @@ void PeerSet::follow(const RoutingTable & table) {
         parse_address(node.host, node.port, peer->address, problem);  // the table checked that it can be parsed
         if (found != former.end() && found->second) {
             peer->statistics                = found->second->statistics;  // restarted elsewhere: its counters go on
+            peer->trace                     = found->second->trace;
             peer->bytes_sent_before         = peer->statistics.bytes_sent;
             peer->bytes_received_before     = peer->statistics.bytes_received;
         }
@@ -96,7 +108,7 @@ int PeerSet::preferred(const RoutingTable::Slice & slice, Clock::time_point now,
     return second_best < 0 ? slice.nodes.front() : second_best;
 }
 
-void PeerSet::count_call(Peer & peer, uint64_t n_pairs, double call_us, double compute_us) {
+void PeerSet::count_call(Peer & peer, int layer, uint64_t n_pairs, double call_us, double compute_us, double queue_us) {
     const std::lock_guard<std::mutex> lock(mutex_);
     NodeStatistics & counters = peer.statistics;
     blend(counters.call_us_ewma, call_us, counters.calls > 0);
@@ -107,6 +119,12 @@ void PeerSet::count_call(Peer & peer, uint64_t n_pairs, double call_us, double c
     counters.compute_us += uint64_t(compute_us);
     counters.bytes_sent     = peer.bytes_sent_before + peer.socket.bytes_sent();
     counters.bytes_received = peer.bytes_received_before + peer.socket.bytes_received();
+    CallTrace & trace = of_layer(peer, layer);
+    trace.calls++;
+    trace.pairs += n_pairs;
+    trace.call_ns += ns(call_us);
+    trace.compute_ns += ns(compute_us);
+    trace.queue_ns += ns(queue_us);
 }
 
 void PeerSet::count_bytes(Peer & peer) {
@@ -115,16 +133,46 @@ void PeerSet::count_bytes(Peer & peer) {
     peer.statistics.bytes_received = peer.bytes_received_before + peer.socket.bytes_received();
 }
 
-void PeerSet::count_layer(int layer, bool computed) {
+void PeerSet::count_round(int layer, int n_rows, const Round & round) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (!computed) {
-        failures_++;
-        return;
+    if (layers_.size() <= size_t(layer)) {
+        layers_.resize(size_t(layer) + 1);
     }
-    if (rounds_.size() <= size_t(layer)) {
-        rounds_.resize(size_t(layer) + 1);
+    LayerTrace & counters = layers_[size_t(layer)];
+    counters.rounds++;
+    counters.rows += uint64_t(n_rows);
+    counters.round_ns += ns(round.ended - round.begun);
+    if (round.asked != Clock::time_point{}) {
+        counters.encode_ns += ns(round.asked - round.begun);
+        counters.wait_ns += ns(round.waited);
+        counters.add_ns += ns(round.ended - round.replied);
     }
-    rounds_[size_t(layer)]++;
+    held_ns_ += ns(round.begun - round.entered);
+    // A pass goes through the layers in ascending order.
+    if (last_layer_ >= 0 && layer > last_layer_) {
+        counters.trunk_ns += ns(round.entered - last_ended_);
+    } else {
+        passes_++;
+        between_ns_ += last_layer_ >= 0 ? ns(round.entered - last_ended_) : 0;
+    }
+    last_layer_ = layer;
+    last_ended_ = round.ended;
+    if (round.last_peer != nullptr) {
+        CallTrace &    trace   = of_layer(*round.last_peer, layer);
+        const uint64_t wait    = ns(round.waited);
+        const uint64_t compute = std::min(ns(round.last_compute_us), wait);
+        trace.last++;
+        trace.last_wait_ns += wait;
+        trace.last_compute_ns += compute;
+        trace.last_queue_ns += std::min(ns(round.last_queue_us), wait - compute);
+        trace.alone_ns += ns(round.last_reply_at - std::max(round.reply_before_at, round.last_asked_at));
+    }
+}
+
+void PeerSet::count_failure() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    failures_++;
+    last_layer_ = -1;
 }
 
 Statistics PeerSet::statistics() const {
@@ -135,9 +183,34 @@ Statistics PeerSet::statistics() const {
     for (const auto & peer : peers_) {
         result.nodes.push_back(peer->statistics);
     }
-    for (size_t layer = 0; layer < rounds_.size(); layer++) {
-        if (rounds_[layer] > 0) {
-            result.layers.push_back({int(layer), rounds_[layer]});
+    for (size_t layer = 0; layer < layers_.size(); layer++) {
+        if (layers_[layer].rounds > 0) {
+            result.layers.push_back({int(layer), layers_[layer].rounds});
+        }
+    }
+    return result;
+}
+
+Trace PeerSet::trace() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    Trace result;
+    result.passes     = passes_;
+    result.between_ns = between_ns_;
+    result.held_ns    = held_ns_;
+    for (size_t layer = 0; layer < layers_.size(); layer++) {
+        if (layers_[layer].rounds > 0) {
+            result.layers.push_back({int(layer), layers_[layer]});
+        }
+    }
+    for (size_t node = 0; node < peers_.size(); node++) {
+        result.nodes.push_back(peers_[node]->node.name);
+        for (size_t layer = 0; layer < peers_[node]->trace.size(); layer++) {
+            const CallTrace & counters = peers_[node]->trace[layer];
+            if (counters.calls > 0 && result.calls.size() < Trace::max_calls) {
+                result.calls.push_back({int(layer), node, counters});
+            } else {
+                result.left_out += counters.calls > 0;
+            }
         }
     }
     return result;

@@ -3,6 +3,7 @@
 
 #include "routing.hpp"
 #include "statistics.hpp"
+#include "trace.hpp"
 #include "websocket.hpp"
 
 #include <chrono>
@@ -23,6 +24,31 @@ inline Clock::time_point after_ms(Clock::time_point from, double ms) {
 }
 
 struct Job;
+struct Peer;
+
+// When one layer's round came how far, and whose reply was the last.
+struct Round {
+    Clock::time_point entered{};  // before holds
+    Clock::time_point begun{};
+    Clock::time_point asked{};    // nothing was left to do but to wait; never, if nobody was asked
+    Clock::time_point replied{};  // the last reply was there
+    Clock::time_point ended{};
+    Clock::duration   waited{};
+
+    Peer *            last_peer = nullptr;
+    Clock::time_point last_asked_at{}, last_reply_at{}, reply_before_at{};
+    double            last_compute_us = 0, last_queue_us = 0;
+
+    // Replies are noted in the order in which they are read; those that came in together have the same time.
+    void note_reply(Peer & peer, Clock::time_point asked_at, Clock::time_point now, double compute_us, double queue_us) {
+        reply_before_at = last_reply_at;
+        last_peer       = &peer;
+        last_asked_at   = asked_at;
+        last_reply_at   = now;
+        last_compute_us = compute_us;
+        last_queue_us   = queue_us;
+    }
+};
 
 struct Peer {
     RoutingTable::Node node;
@@ -41,7 +67,8 @@ struct Peer {
     void missed_deadline(Clock::time_point now);
     bool is_avoided(Clock::time_point now) const { return now < next_attempt || now < avoid_until; }
 
-    NodeStatistics statistics;  // guarded by PeerSet's mutex
+    NodeStatistics         statistics;  // guarded by PeerSet's mutex
+    std::vector<CallTrace> trace;       // likewise; by layer, as far as it was asked
     uint64_t       bytes_sent_before     = 0;  // through the sockets of former addresses
     uint64_t       bytes_received_before = 0;
 
@@ -67,10 +94,12 @@ class PeerSet {
     // The node of the slice to be asked first: none of `given_up`, if another is left.
     int preferred(const RoutingTable::Slice & slice, Clock::time_point now, const std::vector<const Peer *> & given_up = {}) const;
 
-    void count_call(Peer & peer, uint64_t n_pairs, double call_us, double compute_us);
+    void count_call(Peer & peer, int layer, uint64_t n_pairs, double call_us, double compute_us, double queue_us);
     void count_bytes(Peer & peer);
-    void count_layer(int layer, bool computed);
+    void count_round(int layer, int n_rows, const Round & round);
+    void count_failure();
     Statistics statistics() const;
+    Trace      trace() const;
 
     // Ends every call under way by closing its connection; a late reply then meets nobody.
     void abandon_calls();
@@ -83,7 +112,12 @@ class PeerSet {
     mutable std::mutex                 mutex_;  // peers_ itself and all counters
     uint64_t                           calls_    = 0;
     uint64_t                           failures_ = 0;
-    std::vector<uint64_t>              rounds_;
+    std::vector<LayerTrace>            layers_;
+    uint64_t                           passes_     = 0;
+    uint64_t                           between_ns_ = 0;
+    uint64_t                           held_ns_    = 0;
+    int                                last_layer_ = -1;  // of the pass under way; -1: before the first and after a failure
+    Clock::time_point                  last_ended_{};
 };
 
 }  // namespace swarm

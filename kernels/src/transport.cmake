@@ -4,7 +4,7 @@
 find_package(Threads REQUIRED)
 
 add_library(swarm_transport OBJECT)
-foreach(name brief_poll call_proof caller control exchange floats handshake msgpack net peer routing split statistics websocket wire)
+foreach(name brief_poll call_proof caller control exchange floats handshake msgpack net peer routing split statistics trace websocket wire)
     target_sources(swarm_transport PRIVATE "${CMAKE_CURRENT_LIST_DIR}/${name}.cpp")
 endforeach()
 target_include_directories(swarm_transport PUBLIC "${CMAKE_CURRENT_LIST_DIR}")

@@ -111,6 +111,7 @@ struct Inbox {
     std::vector<std::string>                         problems;
     std::vector<double>                              holds_ms;
     Statistics                                       statistics;
+    Trace                                            trace;
 
     ControlChannel::Handlers handlers() {
         return {[this](std::shared_ptr<const RoutingTable> table) {
@@ -135,6 +136,10 @@ struct Inbox {
                     const std::lock_guard<std::mutex> lock(mutex);
                     holds_ms.push_back(ms);
                     changed.notify_all();
+                },
+                [this] {
+                    const std::lock_guard<std::mutex> lock(mutex);
+                    return trace;
                 }};
     }
     bool wait(size_t n_tables, size_t n_problems) {
@@ -279,6 +284,29 @@ TEST(control_hands_over_holds_within_their_bound) {
     for (const std::string & text : inbox.problems) {
         CHECK_CONTAINS(text, "not a whole number from 0 to 2000");
     }
+}
+
+// The bytes are those of docs/protocol.md, which tests/test_trace.py reads.
+TEST(control_answers_a_request_for_a_trace) {
+    Agent       agent;
+    Inbox       inbox;
+    std::string problem;
+    inbox.trace.passes     = 3;
+    inbox.trace.between_ns = 5000;
+    inbox.trace.nodes      = {"alpha"};
+    inbox.trace.layers.push_back({4, {2, 7, 900, 100, 600, 150, 300}});
+    inbox.trace.calls.push_back({4, 0, {2, 14, 800, 400, 50, 2, 600, 400, 50, 550}});
+    const auto channel = ControlChannel::start(agent.address(), "b", inbox.handlers(), problem);
+    CHECK(agent.accept_backend() && agent.line()["type"] == "hello");
+    agent.say("{\"type\": \"trace\"}\n{\"type\": \"trace\", \"id\": -1}\n{\"type\": \"trace\", \"id\": \"7\"}\n");
+    CHECK(inbox.wait(0, 3));
+    agent.say("{\"type\": \"trace\", \"id\": 18446744073709551615}\n");
+    CHECK(agent.line()["id"] == 18446744073709551615u);
+    agent.say("{\"type\": \"trace\", \"id\": 8}\n");
+    CHECK(agent.line().dump() == R"({"between_ns":5000,"calls":[[4,0,2,14,800,400,50,2,600,400,50,550]],"held_ns":0,"id":8,)"
+                                 R"("layers":[{"add_ns":150,"encode_ns":100,"layer":4,"round_ns":900,"rounds":2,"rows":7,)"
+                                 R"("trunk_ns":300,"wait_ns":600}],"left_out":0,"nodes":["alpha"],"passes":3,"type":"trace"})");
+    CHECK(inbox.problems.size() == 3);
 }
 
 TEST(control_connects_again_and_keeps_order) {
