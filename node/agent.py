@@ -44,6 +44,7 @@ from node.router_role import KnownNode, RouterRole
 from node.slice_ranges import describe
 from node.status import status_routes
 from node.swarm_key import SwarmKey
+from node.trace_routes import trace_routes
 
 log = logging.getLogger(__name__)
 
@@ -304,6 +305,7 @@ class Agent:
         app.add_routes(self._guard.routes())
         app.add_routes([web.post("/swarm/v1/programs", self._give_programs), web.get("/health", _health)])
         app.add_routes(status_routes(self))
+        app.add_routes(trace_routes(self))
         add_routes(app, self.door)
         app.on_response_prepare.append(self._guard.sign_streamed)
         app.on_response_prepare.append(self._cors.add_headers)

@@ -16,6 +16,9 @@ from typing import Any
 from node.config import add_flags
 from node.errors import ConfigError, SwarmError
 
+#: Has a long answer, also from a model that knows little.
+TRACE_PROMPT = "Write a long story about a cat who lives in Paris."
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
@@ -90,14 +93,26 @@ def _parser() -> argparse.ArgumentParser:
         description="Shows every node that this one knows: how it was found, which of its addresses is used, and why another "
         "is not; and what was announced or named and does not answer.",
     )
-    for command, work in ((ask, _ask), (status, _status), (peers, _peers)):
+    trace = commands.add_parser(
+        "trace",
+        help="show where the time of a token went, by node and layer",
+        description="Has the swarm write a short answer, and shows what its tokens took: the trunk on the router, making requests, "
+        "waiting for each node, adding up. A node's `alone` is how long it held up layers after all others had answered.",
+    )
+    for command, work in ((ask, _ask), (status, _status), (peers, _peers), (trace, _trace)):
         command.add_argument("--url", metavar="URL", help="a node, http://HOST:PORT (default: found by itself)")
         command.add_argument("--json", action="store_true", help="JSON, for scripts")
         command.add_argument("--config", metavar="FILE", help="swarm.toml with this machine's port")
         command.set_defaults(run=work)
-    ask.add_argument(
-        "--api-key", default=os.environ.get("SWARM_API_KEY", ""), metavar="KEY", help="the swarm's API key"
+    for command in (ask, trace):
+        command.add_argument(
+            "--api-key", default=os.environ.get("SWARM_API_KEY", ""), metavar="KEY", help="the swarm's API key"
+        )
+    what = trace.add_mutually_exclusive_group()
+    what.add_argument(
+        "--watch", type=_seconds, metavar="SECONDS", help="ask for nothing, show what the swarm does in this time"
     )
+    what.add_argument("--prompt", type=_question, default=TRACE_PROMPT, metavar="TEXT", help="what is to be answered")
     doctor = commands.add_parser(
         "doctor",
         help="check this machine",
@@ -154,6 +169,16 @@ def _token_count(text: str) -> int:
     return int(text)
 
 
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.1 <= seconds <= 86400:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to 86400")
+    return seconds
+
+
 def _question(text: str) -> str:
     if not text.strip():
         raise argparse.ArgumentTypeError("the question is empty")
@@ -182,6 +207,12 @@ def _peers(options: argparse.Namespace) -> Coroutine[Any, Any, int]:
     from node.client_command import run_peers
 
     return run_peers(options)
+
+
+def _trace(options: argparse.Namespace) -> Coroutine[Any, Any, int]:
+    from node.trace_command import run_trace
+
+    return run_trace(options)
 
 
 def _doctor(options: argparse.Namespace) -> Coroutine[Any, Any, int]:

@@ -26,7 +26,7 @@ async def run_ask(options: argparse.Namespace) -> int:
     """Streams the answer to one question on stdout. Raises SwarmError when no node is found."""
     headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, connect=5)) as session:
-        url = await _find_node(session, options)
+        url = await find_node(session, options)
         messages = [{"role": "user", "content": options.text}]
         try:
             async for piece in stream_chat(session, url, messages, headers=headers, max_tokens=options.max_tokens):
@@ -46,7 +46,7 @@ async def run_ask(options: argparse.Namespace) -> int:
 async def run_status(options: argparse.Namespace) -> int:
     """Shows the swarm as a node sees it; 0 when queries can be answered, 3 when not. Raises SwarmError."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
-        url = await _find_node(session, options)
+        url = await find_node(session, options)
         document = await _get(session, f"{url}/status")
     if options.json:
         print(json.dumps(document, indent=1))
@@ -58,7 +58,7 @@ async def run_status(options: argparse.Namespace) -> int:
 async def run_peers(options: argparse.Namespace) -> int:
     """Shows how a node found the others and reaches them. Raises SwarmError."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
-        url = await _find_node(session, options)
+        url = await find_node(session, options)
         document = await _get(session, f"{url}/peers")
     if options.json:
         print(json.dumps(document, indent=1))
@@ -67,7 +67,7 @@ async def run_peers(options: argparse.Namespace) -> int:
     return 0
 
 
-async def _find_node(session: aiohttp.ClientSession, options: argparse.Namespace) -> str:
+async def find_node(session: aiohttp.ClientSession, options: argparse.Namespace) -> str:
     """--url, else the node of this machine's configuration, else one that multicast DNS finds."""
     if options.url:
         return str(options.url).rstrip("/").removesuffix("/v1")

@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 PROTOCOL_VERSION = 1
 # A statistics line of 1,000 nodes and 128 layers is some 200 KB.
 _LINE_BYTES_MAX = 16 << 20
+_SHORT_LINE_BYTES = 256 << 10
 # Reading the trunk of the reference model (7 GB) from a slow disk takes about two minutes.
 _START_TIMEOUT_S = 600.0
 # What the backend reports comes on another connection than what llama-server answers, and may come a little later.
@@ -43,6 +44,8 @@ _METRICS_TIMEOUT_S = 2.0
 _METRICS_BYTES_MAX = 64 << 10
 # The backend answers a table as soon as it has read it; this is for a machine that is out of breath.
 _TABLE_TIMEOUT_S = 10.0
+# The backend makes a trace of a large swarm in a tenth of a second, and sends it between two other lines.
+_TRACE_TIMEOUT_S = 5.0
 # A backend that answers none must not make them pile up.
 _UNANSWERED_MAX = 64
 #: What a hold may last, as the backend bounds it.
@@ -138,6 +141,13 @@ class RouterEngine:
         """The backend's last statistics; empty before the first."""
         return self._control.statistics
 
+    async def trace(self, timeout_s: float = _TRACE_TIMEOUT_S) -> dict[str, Any]:
+        """Where the backend's time went since its start, as of now: docs/protocol.md, "Trace".
+
+        One at a time: others wait for their turn, within their own ``timeout_s``. Raises RouterEngineError.
+        """
+        return await self._control.trace(timeout_s)
+
     @property
     def headers(self) -> dict[str, str]:
         """HTTP headers that llama-server wants with every request."""
@@ -196,6 +206,9 @@ class _Control:
         # Enough to explain the requests of a busy minute; older ones are in the log.
         self.failures: deque[ExpertFailure] = deque(maxlen=256)
         self.statistics: dict[str, Any] = {}
+        self._trace_turn = asyncio.Lock()
+        self._trace_id = 0
+        self._trace: asyncio.Future[dict[str, Any]] | None = None
         self.connected = asyncio.Event()
         self.problem: str | None = None
 
@@ -227,11 +240,31 @@ class _Control:
         for writer in self._writers:
             writer.write(_line({"type": "hold", "ms": ms}))
 
+    async def trace(self, timeout_s: float) -> dict[str, Any]:
+        try:
+            async with asyncio.timeout(timeout_s), self._trace_turn:
+                if not self._writers:
+                    raise RouterEngineError("llama-server gives no trace: its Swarm backend is not connected")
+                self._trace_id += 1
+                self._trace = asyncio.get_running_loop().create_future()
+                for writer in self._writers:
+                    writer.write(_line({"type": "trace", "id": self._trace_id}))
+                return await self._trace
+        except TimeoutError:
+            raise RouterEngineError(f"llama-server gave no trace within {timeout_s:g} s") from None
+
+    def _trace_answer(self, message: dict[str, Any]) -> None:
+        if self._trace is not None and not self._trace.done() and message["id"] == self._trace_id:
+            self._trace.set_result(message)
+
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)
         try:
             async for line in reader:
-                message = json.loads(line)
+                # A trace of a large swarm has megabytes.
+                message = (
+                    json.loads(line) if len(line) < _SHORT_LINE_BYTES else await asyncio.to_thread(json.loads, line)
+                )
                 if message["type"] == "hello":
                     self._hello(message)
                     self._send_table(writer)
@@ -241,6 +274,8 @@ class _Control:
                     self._failure(message)
                 elif message["type"] == "stats":
                     self.statistics = message
+                elif message["type"] == "trace":
+                    self._trace_answer(message)
         except (ValueError, KeyError, TypeError, ConnectionError) as error:
             log.warning("router engine: control channel closed: %s: %s", type(error).__name__, error)
         finally:

@@ -177,6 +177,19 @@ async def test_statistics_arrive(rig: Rig) -> None:
 
 
 @module_loop
+async def test_traces_are_made_when_they_are_asked_for(rig: Rig) -> None:
+    before = await rig.engine.trace()
+    await rig.ask(max_tokens=4)
+    # Each has an answer of its own.
+    after = await asyncio.gather(*(rig.engine.trace() for _ in range(5)))
+    assert len({trace["id"] for trace in [before, *after]}) == 6
+    assert all({**trace, "id": 0} == {**after[0], "id": 0} for trace in after)
+    assert after[0]["passes"] >= before["passes"] + 4
+    assert after[0]["nodes"] == ["node0", VICTIM, "node2"]
+    assert {entry["layer"] for entry in after[0]["layers"]} == set(rig.held.programs.layers)
+
+
+@module_loop
 async def test_requests_need_the_key(rig: Rig) -> None:
     with pytest.raises(ChatError, match=r"(?i)api key"):
         async for _ in stream_chat(
@@ -333,10 +346,22 @@ async def test_tables_are_answered_also_through_a_new_connection(
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
+        with pytest.raises(RouterEngineError, match=r"gave no trace within 0\.1 s"):
+            await engine.trace(timeout_s=0.1)
+        asked = asyncio.create_task(engine.trace(timeout_s=5))
+        await asyncio.sleep(0)
         engine.hold(1100)
         lines = [json.loads(await reader.readline()) for _ in tables[4:]]
         assert [line["table"]["sequence"] for line in lines] == [table.sequence for table in tables[4:]]
-        assert json.loads(await reader.readline()) == {"type": "hold", "ms": 1100}
+        assert [json.loads(await reader.readline()) for _ in range(3)] == [
+            {"type": "trace", "id": 1},
+            {"type": "trace", "id": 2},
+            {"type": "hold", "ms": 1100},
+        ]
+        # The first answer is too late, and no answer to the second request.
+        for answer in ({"type": "trace", "id": 1, "passes": 1}, {"type": "trace", "id": 2, "passes": 2}):
+            writer.write(json.dumps(answer).encode() + b"\n")
+        assert (await asked)["passes"] == 2
         writer.close()
 
 
