@@ -27,17 +27,21 @@ struct Caller::Impl {
 };
 
 bool Caller::Impl::compute(const LayerInput & input, float * out, Failure & failure) {
-    Round round;
-    round.entered = Clock::now();
-    hold.pass();
-    auto current = newest.wait(first_table_wait);
+    const Hold::Passed passed = hold.pass();
+    Round              round;
+    round.entered = passed.from;
+    round.begun   = passed.to;
+    auto current  = newest.get();
+    if (!current) {
+        current     = newest.wait(first_table_wait);
+        round.begun = Clock::now();
+    }
     if (!current) {
         failure.layer     = input.layer;
         failure.reason    = "no routing table came: the agent has not yet said which node holds which experts";
         failure.waited_ms = double(first_table_wait.count());
         return false;
     }
-    round.begun = Clock::now();
     if (current != followed) {
         peers.follow(*current);
         followed = current;

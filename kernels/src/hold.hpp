@@ -9,6 +9,13 @@ namespace swarm {
 
 class Hold {
   public:
+    using Clock = std::chrono::steady_clock;
+
+    // When pass() was called, and when it returned.
+    struct Passed {
+        Clock::time_point from, to;
+    };
+
     // pass() returns no earlier than `ms` from now; 0: at once. The last call counts.
     void begin(double ms) {
         const std::lock_guard<std::mutex> lock(mutex_);
@@ -16,15 +23,18 @@ class Hold {
         changed_.notify_all();
     }
 
-    void pass() {
+    Passed pass() {
         std::unique_lock<std::mutex> lock(mutex_);
-        while (Clock::now() < until_) {
+        const Clock::time_point from = Clock::now();
+        Clock::time_point       now  = from;
+        while (now < until_) {
             changed_.wait_until(lock, until_);
+            now = Clock::now();
         }
+        return {from, now};
     }
 
   private:
-    using Clock = std::chrono::steady_clock;
     std::mutex              mutex_;
     std::condition_variable changed_;
     Clock::time_point       until_{};
