@@ -17,7 +17,7 @@ from rich.console import Console
 from node.chat import ChatError, stream_chat
 from node.client_command import find_node
 from node.errors import SwarmError
-from node.trace import Figures, Requests, Snapshot, TraceError, decode, difference, figures
+from node.trace import Counters, Figures, Requests, Snapshot, TraceError, decode, difference, figures
 from node.trace_text import HEIGHT, ms_text, trace_lines
 
 TOKENS_MAX = 32
@@ -72,7 +72,8 @@ async def _measure(session: aiohttp.ClientSession, url: str, options: argparse.N
     timings: Mapping[str, Any] = {}
     try:
         async for piece in stream_chat(session, url, messages, headers=headers, max_tokens=TOKENS_MAX):
-            if first is None and piece.text:
+            # Of any kind: some models think first, which is no text of the answer.
+            if first is None and piece.finish_reason is None:
                 first = await _snapshot(session, url)
             timings = piece.timings or timings
     except ChatError as error:
@@ -87,9 +88,10 @@ async def _measure(session: aiohttp.ClientSession, url: str, options: argparse.N
         raise TraceError(
             f"{error.message}. The answer may be too short to be measured: give another --prompt"
         ) from error
-    prompt = figures(difference(before.trace, first.trace), with_between=False)
+    prompt_counted = difference(before.trace, first.trace)
+    prompt = figures(prompt_counted, with_between=False)
     others = other_requests(before.requests, after.requests, own=1)
-    notes = [f"Router {after.router}. {_prompt_note(prompt)}", *_notes(answer, others)]
+    notes = [f"Router {after.router}. {_prompt_note(prompt_counted, prompt)}", *_notes(answer, others)]
     more = {
         "other_requests": others,
         "timings": dict(timings),
@@ -108,7 +110,7 @@ async def _watch(session: aiohttp.ClientSession, url: str, seconds: float) -> _S
     requests = other_requests(before.requests, after.requests, own=0)
     between_ms = counted.between_ns / max(1, counted.passes) / 1e6
     title = (
-        f"{found.passes} passes of {found.rows:.3g} tokens in {seconds:g} s: {ms_text(found.parts.total_ms)} ms each"
+        f"{found.passes} passes in {seconds:g} s, {_tokens(found.rows)} each: {ms_text(found.parts.total_ms)} ms a pass"
     )
     notes = [
         f"Router {after.router}, {requests} request{'s' * (requests != 1)}. Not in it: sampling and idle, "
@@ -137,12 +139,16 @@ def _title(answer: Figures, timings: Mapping[str, Any]) -> str:
     return f"{what} took {ms_text(total_ms)} ms{check}, {1000 * answer.rows / total_ms:.3g} a second, mean of {answer.passes} passes"
 
 
-def _prompt_note(prompt: Figures) -> str:
+def _tokens(number: float) -> str:
+    text = f"{number:.0f}" if number > 99 else f"{number:.3g}"
+    return f"{text} token{'s' * (text != '1')}"
+
+
+def _prompt_note(counted: Counters, prompt: Figures) -> str:
     wait = prompt.parts.wait_ms / prompt.parts.total_ms if prompt.parts.total_ms else 0.0
-    tokens = prompt.passes * prompt.rows
     return (
-        f"Before it, the prompt: {tokens:.0f} tokens in {ms_text(prompt.passes * prompt.parts.total_ms)} ms, "
-        f"{100 * wait:.0f} % of it waiting"
+        f"Before them, the prompt: {_tokens(max(layer.rows for layer in counted.layers))} in "
+        f"{ms_text(prompt.passes * prompt.parts.total_ms)} ms, {100 * wait:.0f} % of it waiting"
     )
 
 

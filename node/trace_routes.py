@@ -33,6 +33,9 @@ def trace_routes(agent: Agent) -> list[web.RouteDef]:
         except (aiohttp.ClientError, OSError, TimeoutError, SwarmError) as error:
             text = str(error) or type(error).__name__
             return _unavailable("router_unreachable", f"the router, node {record.name}, does not answer: {text}")
+        if status not in (200, 503):
+            old = ": it runs an older swarm-node" if status == 404 else ""
+            return _unavailable("router_refused", f"the router, node {record.name}, answers with status {status}{old}")
         return web.Response(status=status, body=body, content_type="application/json")
 
     async def trace_for_peer(request: web.Request) -> web.Response:

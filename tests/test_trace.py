@@ -403,6 +403,13 @@ async def test_a_router_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytes
         status, found = await get(f"http://127.0.0.1:{agent.port}/trace")
         assert status == 503 and found["error"]["message"] == "the router, node beta, does not answer: refused"
 
+        async def not_found(*_: Any) -> tuple[int, bytes]:
+            return 404, b"<html>"
+
+        monkeypatch.setattr(agent, "post", not_found)
+        status, found = await get(f"http://127.0.0.1:{agent.port}/trace")
+        assert status == 503 and "beta, answers with status 404: it runs an older" in found["error"]["message"]
+
 
 # --- swarm-node trace
 
@@ -472,7 +479,7 @@ async def test_an_answer_is_asked_for_and_its_decode_shown_alone() -> None:
     # 30 layers of 0.1 + 0.36 ms, and 0.7 ms between tokens.
     assert lines[0] == "A token took 14.5 ms (llama-server: 14.5 ms), 69 a second, mean of 30 passes"
     assert lines[1] == "62 % waiting for beta: compute 3.00, network 6.00 ms; 21 % in the trunk"
-    assert lines[-1] == "Router alpha. Before it, the prompt: 1 tokens in 13.8 ms, 65 % of it waiting"
+    assert lines[-1] == "Router alpha. Before them, the prompt: 1 token in 13.8 ms, 65 % of it waiting"
     assert "other request" not in text and "\x1b" not in text and len(lines) <= HEIGHT
     ((body, authorization),) = node.asked
     assert body["max_tokens"] == 32 and body["stream"] and authorization == "Bearer k"
@@ -497,7 +504,7 @@ async def test_other_requests_are_said() -> None:
 async def test_watching_asks_for_nothing() -> None:
     node = FakeNode([document(counted(5), relayed=3), document(counted(45), relayed=5)])
     text = await run(node, "--watch", "0.1")
-    assert text.splitlines()[0] == "40 passes of 1 tokens in 0.1 s: 13.8 ms each"
+    assert text.splitlines()[0] == "40 passes in 0.1 s, 1 token each: 13.8 ms a pass"
     assert "Router alpha, 2 requests. Not in it: sampling and idle, 0.700 ms a pass" in text
     assert node.asked == []
     assert (
