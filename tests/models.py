@@ -24,6 +24,7 @@ from oracle import native_program
 import node.gguf_file
 from node.demo_model import find_source
 from node.gguf_file import KeyValue, NewTensor, read_header, write_gguf
+from node.random_blocks import random_blocks
 
 RandomTensor = tuple[str, tuple[int, ...], bytes]
 
@@ -32,8 +33,6 @@ LAYER_TYPES = (
     *("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"),
     *("q4_K", "q5_K", "q6_K", "iq4_nl", "iq4_xs", "mxfp4"),
 )
-
-_IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ def random_layer(type: str, n_expert: int, n_embd: int, n_ff: int, seed: int = 0
     """Gate, up and down of one layer: {name: (type, ne of one expert, bytes of all experts)}.
 
     Values have a mean of 0 and a standard deviation of 1/sqrt(row length), like real weights: quantised from normally
-    distributed ones where the gguf package can quantise the type, else from `_random_blocks`.
+    distributed ones where the gguf package can quantise the type, else from `node.random_blocks`.
     """
     generator = np.random.default_rng((seed, n_expert, n_embd, n_ff, LAYER_TYPES.index(type)))
     layer: dict[str, RandomTensor] = {}
@@ -124,51 +123,9 @@ def _random_weights(generator: np.random.Generator, type: str, n_rows: int, n_co
     if type in ("q4_K", "q5_K", "q6_K", "iq4_nl", "iq4_xs"):
         block = 32 if type == "iq4_nl" else 256
         assert n_columns % block == 0, f"rows of {n_columns} weights cannot be {type}"
-        return _random_blocks(generator, type, n_rows * n_columns // block, spread)
+        return random_blocks(generator, type, n_rows * n_columns // block, spread).tobytes()
     values = generator.standard_normal((n_rows, n_columns), np.float32) * np.float32(spread)
     return gguf.quants.quantize(values, gguf.GGMLQuantizationType[type.upper()]).tobytes()
-
-
-def _random_blocks(generator: np.random.Generator, type: str, n: int, spread: float) -> bytes:
-    """`n` blocks with uniformly random quants, random sub-block scales, and block scales such that the values'
-    standard deviation is `spread`. Sub-block minima of Q4_K and Q5_K are near the middle of the quants' range, as in
-    weights whose mean is 0."""
-
-    def quants(width: int) -> NDArray[np.uint8]:
-        return generator.integers(0, 256, (n, width), np.uint8)
-
-    # Quants are integers from 0 to 2^bits - 1; `middle` and `rms` are their mean and standard deviation.
-    def scale(rms: float) -> NDArray[np.uint8]:
-        sign = generator.choice([-1.0, 1.0], n) if type in ("q6_K", "iq4_nl", "iq4_xs") else 1.0
-        values = spread / rms * generator.uniform(0.8, 1.2, n) * sign
-        return values.astype("<f2").reshape(n, 1).view(np.uint8)
-
-    iq4_rms = float(np.sqrt(np.mean(np.square(_IQ4_VALUES))))
-    if type == "iq4_nl":
-        parts = [scale(iq4_rms), quants(16)]
-    elif type == "iq4_xs":
-        # 6-bit sub-block scales around 32
-        parts = [scale(iq4_rms * 18.5), quants(2), quants(4), quants(128)]
-    elif type == "q6_K":
-        sub = generator.integers(32, 128, (n, 16)) * generator.choice([-1, 1], (n, 16))
-        parts = [quants(128), quants(64), sub.astype(np.int8).view(np.uint8), scale(18.5 * 84.3)]
-    else:
-        middle, rms = (7.5, 4.6) if type == "q4_K" else (15.5, 9.2)
-        sub = generator.integers(16, 64, (n, 8))
-        low = np.clip(sub + generator.integers(-3, 4, (n, 8)), 0, 63)
-        d = scale(rms * 42.0)
-        minimum = (d.view("<f2").astype(np.float32) * middle).astype("<f2").view(np.uint8)
-        parts = [d, minimum, _pack_k4(sub, low), *([quants(32)] if type == "q5_K" else []), quants(128)]
-    return np.concatenate(parts, axis=1).tobytes()
-
-
-def _pack_k4(sub: NDArray[np.int64], low: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """The 12 bytes in which Q4_K and Q5_K keep eight 6-bit scales and eight 6-bit minima."""
-    packed = np.empty((len(sub), 12), np.int64)
-    packed[:, 0:4] = sub[:, :4] | (sub[:, 4:] >> 4) << 6
-    packed[:, 4:8] = low[:, :4] | (low[:, 4:] >> 4) << 6
-    packed[:, 8:12] = (sub[:, 4:] & 15) | (low[:, 4:] & 15) << 4
-    return packed.astype(np.uint8)
 
 
 def cache_folder() -> Path:
