@@ -31,7 +31,7 @@ def _add_synthetic(parts: Commands) -> None:
         "runs like the real one: to measure, and to test a swarm.",
         epilog="example: swarm-node model synthetic qwen3-30b-a3b big.gguf --layers 4",
     )
-    synthetic.add_argument("shape", metavar="SHAPE", help="qwen3-30b-a3b (18.6 GB) or qwen3.5-122b (78 GB)")
+    synthetic.add_argument("shape", metavar="SHAPE", help="qwen3-30b-a3b (18.6 GB) or qwen3.5-122b (74 GB)")
     synthetic.add_argument("path", type=Path, metavar="PATH", help="the file to write; an old one is replaced")
     synthetic.add_argument("--layers", type=_positive, metavar="N", help="only the first N layers")
     synthetic.add_argument(

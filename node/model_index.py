@@ -55,6 +55,8 @@ class ModelIndex:
 
     `n_layer` counts blocks as `block_count` does, trailing multi-token-prediction blocks included. `n_expert` is 0 for
     a dense model. `metadata` holds the header's scalars and numeric arrays, without the tokenizer's arrays.
+    `header_digest` is the SHA-256 of the canonical header, 64 hex digits: key-values without `split.*`, and the tensors'
+    names, types and shapes. `model_id` is its first half, until the bytes are known too: node/model_manifest.py.
     """
 
     paths: tuple[str, ...]
@@ -63,6 +65,7 @@ class ModelIndex:
     n_embd: int
     n_expert: int
     model_id: str
+    header_digest: str = field(repr=False)
     tensors: tuple[TensorInfo, ...] = field(repr=False)
     metadata: Mapping[str, Value] = field(repr=False)
     _used: tuple[int, ...] = field(repr=False)
@@ -110,9 +113,16 @@ class ModelIndex:
         return sum(tensor.bytes for tensor in self.expert_tensors(layer).values())
 
     @cached_property
+    def trunk_tensors(self) -> tuple[TensorInfo, ...]:
+        """All tensors that are not cut by experts, in the order of their names: what a router keeps."""
+        of_experts = {tensor.name for tensors in self._experts.values() for tensor in tensors.values()}
+        trunk = (tensor for tensor in self.tensors if tensor.name not in of_experts)
+        return tuple(sorted(trunk, key=lambda tensor: tensor.name))
+
+    @cached_property
     def trunk_bytes(self) -> int:
-        """Bytes of all tensors that are not cut by experts: what a router keeps."""
-        return sum(tensor.bytes for tensor in self.tensors) - sum(map(self.expert_bytes, self._experts))
+        """Bytes of `trunk_tensors`."""
+        return sum(tensor.bytes for tensor in self.trunk_tensors)
 
 
 def read_model(path: str | os.PathLike[str]) -> ModelIndex:
@@ -129,13 +139,15 @@ def read_model(path: str | os.PathLike[str]) -> ModelIndex:
     n_layer = _number(main, f"{architecture}.block_count")
     n_expert = _number(main, f"{architecture}.expert_count", 0)
     used = _per_layer(main, f"{architecture}.expert_used_count")
+    header_digest = _header_digest(main, tensors)
     return ModelIndex(
         paths=tuple(header.path for header in headers),
         architecture=architecture,
         n_layer=n_layer,
         n_embd=_number(main, f"{architecture}.embedding_length"),
         n_expert=n_expert if n_expert > 1 else 0,
-        model_id=_model_id(main, tensors),
+        model_id=header_digest[:32],
+        header_digest=header_digest,
         tensors=tensors,
         metadata=_metadata(main),
         _used=used if len(used) != 1 else used * n_layer,
@@ -186,7 +198,7 @@ def _find_experts(tensors: tuple[TensorInfo, ...], n_expert: int) -> dict[int, d
     return experts
 
 
-def _model_id(main: GgufHeader, tensors: tuple[TensorInfo, ...]) -> str:
+def _header_digest(main: GgufHeader, tensors: tuple[TensorInfo, ...]) -> str:
     digest = hashlib.sha256()
 
     def add(data: bytes) -> None:
@@ -200,7 +212,7 @@ def _model_id(main: GgufHeader, tensors: tuple[TensorInfo, ...]) -> str:
         add(tensor.name.encode())
         add(tensor.type.encode())
         add(struct.pack(f"<{len(tensor.ne)}Q", *tensor.ne))
-    return digest.hexdigest()[:32]
+    return digest.hexdigest()
 
 
 def _metadata(header: GgufHeader) -> dict[str, Value]:

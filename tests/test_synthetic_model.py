@@ -13,6 +13,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from model_files import TINY, TINY_QWEN35
 from oracle import Job, logits
 
 from node.cli import main
@@ -22,11 +23,6 @@ from node.layer_programs import read_programs
 from node.model_index import read_model
 from node.random_blocks import BLOCK_TYPES, random_blocks
 from node.synthetic_model import SHAPES, SyntheticShape, write_synthetic_model
-
-_SMALL = {"n_embd": 256, "n_head": 4, "n_head_kv": 2, "head_dim": 64, "n_expert": 8, "n_used": 3, "n_ff": 256}
-_DELTA = {"n_ff_shared": 256, "delta_keys": 2, "delta_values": 4, "delta_dim": 64}
-TINY = SyntheticShape("qwen3moe", n_layer=8, n_vocab=1000, rope_dim=64, **_SMALL)
-TINY_QWEN35 = SyntheticShape("qwen35moe", n_layer=8, n_vocab=1000, rope_dim=32, **_SMALL, **_DELTA)
 
 
 def digest(path: Path) -> str:
