@@ -31,9 +31,10 @@ from node.errors import ModelError, SwarmError
 from node.front_door import Door, DoorOptions, Here, PeerProof, ServedModel, There, Unavailable, add_routes
 from node.holder import Holder
 from node.identity import Identity
+from node.known_models import KnownModels
 from node.layer_programs import LayerProgram, ModelPrograms, read_programs
-from node.local_models import LocalModels, find_model
-from node.memory_limit import free_memory_bytes
+from node.local_models import LocalModels
+from node.memory_limit import MEMORY_SHARE, free_memory_bytes
 from node.model_index import ModelIndex
 from node.peer_http import PEER_PREFIX, PeerClient, PeerGuard, read_body
 from node.peering import CONTENT_TYPE, GOSSIP_PATH, Peering
@@ -52,8 +53,6 @@ log = logging.getLogger(__name__)
 ELECTION_DELAY_S = 3.0
 # Of a request to a peer; gossip and the layer programs of a model are all there is.
 _PEER_TIMEOUT_S = 2.0
-# Memory that is left to everything else on the machine.
-MEMORY_SHARE = 0.9
 
 
 class Agent:
@@ -64,7 +63,8 @@ class Agent:
         self.identity = identity
         self.started_s = time.monotonic()
         self.local_models = LocalModels(config.model.path)
-        self.served: ModelIndex | None = None
+        self.known_models = KnownModels(self.local_models, self.wake)
+        self.served: ModelIndex | None = None  # once its content is known
         self.holder: Holder | None = None
         self.role: RouterRole | None = None
         self.failures: deque[ExpertFailure] = deque(maxlen=64)
@@ -80,7 +80,6 @@ class Agent:
             lambda: (self.door.statistics.relayed, self.door.open),
         )
         self._programs: dict[str, ModelPrograms] = {}
-        self._found: ModelIndex | None = None  # the plan's model among this node's files
         self._changed = asyncio.Event()
         self._highest_term = identity.term
         self._devices = tuple(
@@ -117,6 +116,7 @@ class Agent:
             problem=((self.holder.problem if self.holder is not None else "") or self._problem)[:400],
             router=None if self.role is None else self._router_record(self.role.router_record),
             expert_bytes_per_s=0.0 if self.holder is None else _rounded(self.holder.process.expert_bytes_per_s, 3),
+            activity=self.known_models.activity[:400],
         )
 
     def _router_record(self, router: Router) -> Router:
@@ -144,10 +144,9 @@ class Agent:
 
     async def run(self) -> None:
         """Runs until cancelled. Raises SwarmError when the node cannot start."""
-        if self.config.model.path:
-            self.served = await asyncio.to_thread(self.local_models.served)
-            if self.served is not None:
-                self._programs[self.served.model_id] = await read_programs(self.served)
+        told = await asyncio.to_thread(self.local_models.served) if self.config.model.path else None
+        # What cannot be served at all is said before anything is hashed.
+        programs = None if told is None else await read_programs(told)
         async with contextlib.AsyncExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="swarm-node-")))
             session = await stack.enter_async_context(
@@ -160,6 +159,9 @@ class Agent:
                     self.holder = self._make_holder(folder)
                     tasks.create_task(self.holder.run(), name="expert server")
                 tasks.create_task(self._gossip(), name="peering")
+                if told is not None and programs is not None:
+                    tasks.create_task(self._offer(told, programs), name="hash the served model")
+                tasks.create_task(self.known_models.run(), name="look for models")
                 tasks.create_task(self._reconcile_forever(folder), name="reconcile")
                 tasks.create_task(self.engine_metrics.run(), name="engine metrics")
                 try:
@@ -177,6 +179,13 @@ class Agent:
             raise SwarmError(
                 f"UDP port {self.port} cannot be used: {error}. Another program has it? Give this node another --port"
             ) from error
+
+    async def _offer(self, told: ModelIndex, programs: ModelPrograms) -> None:
+        """Offers the model that this node was told to serve, as soon as its content is known."""
+        index = await self.known_models.identify(told)
+        self._programs[index.model_id] = programs
+        self.served = index
+        self.wake()
 
     async def _reconcile_forever(self, folder: Path) -> None:
         running: asyncio.Task[None] | None = None
@@ -264,18 +273,11 @@ class Agent:
         mine = plan.slices.get(self.identity.node_id, ())
         if not mine:
             return
-        known = [model for model in (self.served, self._found) if model is not None and model.model_id == plan.model]
-        # Found once: a look through the model folders each second would be for nothing.
-        index = known[0] if known else await find_model(self.local_models, plan.model)
-        self._found = index
-        if index is None:
-            name = record.model.file if record.model is not None else f"model {plan.model}"
-            folders = ", ".join(map(str, self.local_models.folders_searched()))
-            raise ModelError(
-                f"the router serves {name}, which is in none of this node's model folders ({folders}). Put the file into one "
-                f"of them, or start this node with --model, as the router was"
-            )
-        self.holder.want(index, await self._programs_of(index, url), mine)
+        if record.model is None or record.model.id != plan.model:
+            raise ModelError(f"the router does not say what model {plan.model} of its plan is")
+        index = self.known_models.look_up(record.model)
+        if index is not None:
+            self.holder.want(index, await self._programs_of(index, url), mine)
 
     async def _programs_of(self, index: ModelIndex, router_url: str) -> ModelPrograms:
         known = self._programs.get(index.model_id)
@@ -386,6 +388,8 @@ class Agent:
         if found is None or found[0].router is None:
             if self.served is not None:
                 return f"{nodes}; the router is being elected"
+            if self.known_models.progress is not None:
+                return f"{nodes}; hashing {self.known_models.progress[0]}, to know it from others of its name"
             return f"{nodes}; no model yet: start a node with --model FILE"
         record, router = found[0], found[0].router
         assert router is not None
@@ -468,6 +472,7 @@ class Agent:
             log_path=folder / "experts.log",
             environment=self._child_environment(),
             on_change=self.wake,
+            check_file=self.known_models.check_unchanged,
         )
         holder.process.measures_speed = True
         return holder
@@ -518,6 +523,7 @@ def _model_record(index: ModelIndex) -> Model:
         n_expert=index.n_expert,
         trunk_bytes=index.trunk_bytes,
         expert_bytes=sum(index.expert_bytes(layer) for layer in index.expert_layers),
+        header=index.header_digest[:32],
     )
 
 

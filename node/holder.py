@@ -21,7 +21,8 @@ class Holder:
     """The expert server of a node and the slices it holds.
 
     ``run`` owns the process; ``want`` says what to hold. ``on_change`` is called whenever ``ready`` or ``problem``
-    changes.
+    changes. ``check_file`` is called in a thread before slices are loaded, and raises ModelError when the file is not the
+    one that was hashed.
     """
 
     def __init__(
@@ -37,9 +38,11 @@ class Holder:
         log_path: Path,
         environment: dict[str, str],
         on_change: Callable[[], None],
+        check_file: Callable[[ModelIndex], None] = lambda index: None,
     ) -> None:
         self._memory_bytes = memory_bytes
         self._on_change = on_change
+        self._check_file = check_file
         self._wanted: tuple[ModelIndex, ModelPrograms, tuple[Slice, ...]] | None = None
         self._wanted_changed = asyncio.Event()
         self._held: dict[Slice, int] = {}  # → memory_bytes
@@ -118,6 +121,7 @@ class Holder:
         if not to_load:
             self._tell("")
             return
+        await asyncio.to_thread(self._check_file, index)
         layers = {layer: programs.layers[layer] for layer, _, _ in to_load}
         answers = await self.process.load(
             index.model_id,

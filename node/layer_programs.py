@@ -56,7 +56,7 @@ async def read_programs(index: ModelIndex) -> ModelPrograms:
     something that the program language lacks; the message names it.
     """
     build = kernels.build_id()
-    cached = cache_dir() / "programs" / f"{index.model_id}-{build}.json"
+    cached = cache_dir() / "programs" / f"{index.header_digest[:32]}-{build}.json"
     try:
         document = json.loads(cached.read_text())
     except (OSError, ValueError):

@@ -1,12 +1,11 @@
 """Model files that this node can read: the configured one, and those in its model folders.
 
-A peer names a model by its id only. Which file that is, this node finds out by itself: nothing from the network
-becomes a path.
+A peer names a model by what is in it, never by a path. Which file that is, this node finds out by itself: nothing from the
+network becomes one.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ _Stamp = tuple[int, int]
 
 @dataclass
 class LocalModels:
-    """Models by id. ``configured`` is a file, a folder, ``demo``, or empty; a file or ``demo`` is the model to serve."""
+    """Models by header. ``configured`` is a file, a folder, ``demo``, or empty; a file or ``demo`` is the model to serve."""
 
     configured: str
     folders: tuple[Path, ...] = ()
@@ -46,15 +45,18 @@ class LocalModels:
             raise ModelError(f"model file {path} does not exist; --model takes a GGUF file, a folder of them, or demo")
         return read_model(path)
 
-    def find(self, model_id: str) -> ModelIndex | None:
-        """The model of that id among the files of this node; None if there is none."""
+    def with_header(self, header: str) -> list[ModelIndex]:
+        """The models among this node's files whose header's digest begins with `header`, 32 hex digits."""
+        return [index for index in self._all() if index.header_digest[:32] == header]
+
+    def named(self, file: str) -> list[ModelIndex]:
+        """The models among this node's files whose (first) file has that name."""
+        return [index for index in self._all() if Path(index.paths[0]).name == file]
+
+    def _all(self) -> list[ModelIndex]:
         served = self.served()
-        if served is not None and served.model_id == model_id:
-            return served
-        for index in self._scan():
-            if index.model_id == model_id:
-                return index
-        return None
+        found = ([] if served is None else [served]) + self._scan()
+        return list({index.paths: index for index in found}.values())  # each part of a split set gives the same model
 
     def _scan(self) -> list[ModelIndex]:
         found = []
@@ -96,8 +98,3 @@ def _read(path: Path) -> ModelIndex | None:
     except ModelError as error:
         log.info("%s is no model for a swarm: %s", path, error)
         return None
-
-
-async def find_model(models: LocalModels, model_id: str) -> ModelIndex | None:
-    """:meth:`LocalModels.find` off the event loop."""
-    return await asyncio.to_thread(models.find, model_id)

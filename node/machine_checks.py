@@ -161,7 +161,7 @@ def check_cpu(config: Config) -> Check:
 def check_memory(config: Config) -> Check:
     """What is offered for experts, against what is free."""
     import kernels
-    from node.agent import MEMORY_SHARE
+    from node.memory_limit import MEMORY_SHARE
 
     if not config.experts.enabled:
         return Check("memory", "ok", "none is offered: [experts] enabled is false")

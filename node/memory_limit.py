@@ -10,6 +10,9 @@ from pathlib import Path
 
 import psutil
 
+#: Of what is free, a node offers this for experts and leaves the rest to everything else on the machine.
+MEMORY_SHARE = 0.9
+
 # Control groups v1 say "no limit" as the largest number of whole pages.
 _UNLIMITED_BYTES = 1 << 60
 

@@ -11,7 +11,7 @@ import os
 import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -70,6 +70,10 @@ class ModelIndex:
     metadata: Mapping[str, Value] = field(repr=False)
     _used: tuple[int, ...] = field(repr=False)
     _experts: Mapping[int, Mapping[str, TensorInfo]] = field(repr=False)
+
+    def with_model_id(self, model_id: str) -> ModelIndex:
+        """The same index, with the id of the bytes."""
+        return replace(self, model_id=model_id)
 
     @property
     def n_expert_used(self) -> int:

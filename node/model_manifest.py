@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import msgpack
@@ -95,7 +95,7 @@ class Manifest:
 def identified(index: ModelIndex, manifest: Manifest) -> ModelIndex:
     """`index` with the id of its content, which is `manifest`'s, in place of the header's. Raises ModelError as `check`."""
     manifest.check(index)
-    return replace(index, model_id=manifest.model_id)
+    return index.with_model_id(manifest.model_id)
 
 
 def differing(one: Manifest, other: Manifest, of: Sequence[Piece]) -> tuple[Piece, ...]:

@@ -48,7 +48,8 @@ class Device(msgspec.Struct, frozen=True):
 
 
 class Model(msgspec.Struct, frozen=True):
-    """A model whose file a node has. ``expert_bytes``: of all routed experts."""
+    """A model whose file a node has. ``id`` stands for its bytes, ``header`` for its header; ``expert_bytes``: of all routed
+    experts."""
 
     id: ModelId
     file: Name
@@ -57,6 +58,8 @@ class Model(msgspec.Struct, frozen=True):
     n_expert: Count
     trunk_bytes: Count
     expert_bytes: Count
+    # Of a file with another one, no byte need be read to know that it is not this model.
+    header: Annotated[str, Meta(pattern="^([0-9a-f]{32})?\\Z")] = ""
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -105,6 +108,8 @@ class Record(msgspec.Struct, frozen=True):
     problem: Text = ""
     router: Router | None = None
     expert_bytes_per_s: Rate = 0.0
+    # What it is at before it can serve, in words.
+    activity: Text = ""
 
 
 def encode(record: Record) -> bytes:

@@ -9,10 +9,12 @@ import os
 import sys
 
 from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from node.agent import Agent
 from node.config import Config, load_config
 from node.identity import hold_identity, state_root
+from node.known_models import KnownModels
 from node.logs import configure
 
 log = logging.getLogger(__name__)
@@ -37,6 +39,18 @@ async def run_node(options: argparse.Namespace) -> int:
     return 0
 
 
+async def _show_hashing(models: KnownModels, console: Console) -> None:
+    """A bar for as long as a model is hashed, if that takes more than a moment."""
+    await asyncio.sleep(1.0)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
+        task = bar.add_task("hashing", total=None, visible=False)
+        while models.progress is not None:
+            name, done, total = models.progress
+            bar.update(task, description=f"hashing {name}", completed=done, total=total, visible=True)
+            await asyncio.sleep(0.2)
+
+
 async def _greet(agent: Agent, config: Config) -> None:
     """Says where the node answers, and from then on what the swarm is waiting for, whenever that changes."""
     await agent.listening.wait()
@@ -54,6 +68,8 @@ async def _greet(agent: Agent, config: Config) -> None:
             )
     shown = ""
     while True:
+        if agent.known_models.progress is not None and config.log.format == "text" and sys.stderr.isatty():
+            await _show_hashing(agent.known_models, console)
         text = agent.summary()
         if text != shown:
             shown = text

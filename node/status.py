@@ -74,7 +74,7 @@ def status_document(agent: Agent) -> dict[str, Any]:
         if router is not None and router.state == "ready"
         else agent.waits_for(router)
         if router is not None
-        else "no node of the swarm serves a model yet; start one with --model FILE",
+        else _activity(nodes) or "no node of the swarm serves a model yet; start one with --model FILE",
         "missing": [] if router is None or router.plan is None else [list(s) for s in router.plan.missing],
         "not_ready": {}
         if router is None
@@ -98,10 +98,17 @@ def _node(record: Record, url: str, silent_s: float, alive: bool, wanted: dict[s
         "memory_bytes": record.memory_bytes,
         "expert_bytes_per_s": record.expert_bytes_per_s,
         "can_route": record.can_route,
+        "model": None if record.model is None else {"id": record.model.id, "file": record.model.file},
+        "activity": record.activity,
         "planned": [list(s) for s in planned],
         "ready": [list(s) for s in record.ready],
         "problem": record.problem,
     }
+
+
+def _activity(nodes: list[dict[str, Any]]) -> str:
+    """What the live nodes are at, before there is a router."""
+    return "; ".join(f"{node['name']} is {node['activity']}" for node in nodes if node["alive"] and node["activity"])
 
 
 def metrics_text(agent: Agent) -> str:
@@ -202,7 +209,7 @@ def print_status(document: dict[str, Any], console: Console) -> None:
         size = (model["trunk_bytes"] + model["expert_bytes"]) / 2**30
         console.print(
             f"[bold]{escape(model['file'])}[/] ({escape(model['architecture'])}, {model['layers']} layers, {model['experts']} experts, "
-            f"{size:.1f} GiB) in swarm {document['swarm']!r}"
+            f"{size:.1f} GiB) in swarm {document['swarm']!r}\n[dim]model {escape(model['id'])}[/]"
         )
     else:
         console.print(f"swarm {document['swarm']!r}: no model yet")
@@ -223,6 +230,11 @@ def print_status(document: dict[str, Any], console: Console) -> None:
         holds = _holds(ready)
         if planned > count(ready):
             holds += f" ({count(ready)} of {planned} experts ready)"
+        other = node["model"]
+        if other is not None and model is not None and other["id"] != model["id"]:
+            holds += f"\n[yellow]has another model: {escape(other['file'])}, {escape(other['id'])}[/]"
+        if node["activity"]:
+            holds += f"\n{escape(node['activity'])}"
         table.add_row(
             f"{escape(node['name'])}\n[dim]{escape(node['url'].removeprefix('http://'))}[/]",
             f"{state}{role}\n[dim]{escape(node['platform'])}[/]",

@@ -6,6 +6,7 @@ import json
 import random
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,6 +29,7 @@ counts = st.integers(0, 2**53)
 characters = st.characters(exclude_categories=["Cs"])
 names = st.text(characters, min_size=1, max_size=63)
 texts = st.text(characters, max_size=400)
+headers = st.just("") | st.text("0123456789abcdef", min_size=32, max_size=32)
 model_ids = st.text("0123456789abcdefghijklmnopqrstuvwxyz-", min_size=1, max_size=64)
 slices = st.lists(
     st.tuples(st.integers(0, 1023), st.integers(0, 65535), st.integers(0, 65535)).map(
@@ -60,12 +62,13 @@ records = st.builds(
     devices=st.lists(st.builds(Device, names, names, texts, counts), max_size=3).map(tuple),
     memory_bytes=counts,
     can_route=st.booleans(),
-    model=st.none() | st.builds(Model, model_ids, names, names, counts, counts, counts, counts),
+    model=st.none() | st.builds(Model, model_ids, names, names, counts, counts, counts, counts, headers),
     holds_model=st.none() | model_ids,
     ready=slices,
     problem=texts,
     router=st.none() | routers,
     expert_bytes_per_s=st.floats(0, 1e15),
+    activity=texts,
 )
 
 EXAMPLE = Record(
@@ -148,6 +151,8 @@ TOO_MUCH = [
     {"memory_bytes": -1},
     {"can_route": "yes"},
     {"holds_model": "../etc"},
+    {"activity": "x" * 401},
+    {"model": {**msgspec.to_builtins(EXAMPLE.model), "header": "../etc"}},
     {"holds_model": "x" * 65},
     {"ready": [[0, 0, 65536]]},
     {"ready": [[1024, 0, 0]]},

@@ -26,7 +26,7 @@ from node.demo_model import demo_model
 from node.front_door import Door
 from node.identity import hold_identity
 from node.membership import Peer
-from node.records import Router, decode, encode
+from node.records import Model, Router, decode, encode
 from node.status import metrics_text, print_status, status_document
 
 SAMPLE = re.compile(r'([a-z_]+)(\{[a-z]+="[^"]*"(?:,[a-z]+="[^"]*")*\})? (-?[0-9.e+-]+)')
@@ -199,6 +199,29 @@ def test_speeds_for_people(bytes_per_s: float, text: str, node: Agent) -> None:
     assert "tokens/s" not in shown(document)
     node.engine_metrics.generated_tokens_per_s = 35.4321
     assert "ready, router here, term 1, 35 tokens/s\n" in shown(status_document(node))
+
+
+def test_what_a_node_is_at_and_another_model(node: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.known_models.progress = ("model.gguf", 43, 100)
+    document = status_document(node)
+    assert document["nodes"][0]["activity"] == "hashing model.gguf: 40 %"
+    assert document["waits_for"] == "here is hashing model.gguf: 40 %"
+    assert "not ready: here is hashing model.gguf: 40 %" in shown(document)
+    assert "hashing model.gguf, to know it" in node.summary()
+
+    def serving(model_id: str) -> Any:
+        return msgspec.structs.replace(node.record(), model=Model(model_id, "model.gguf", "qwen3moe", 4, 8, 1, 1))
+
+    router = msgspec.structs.replace(serving("1" * 32), node="f" * 16, router=Router(1, "ready"))
+    other = msgspec.structs.replace(serving("2" * 32), node="e" * 16, name="there")
+    peers = {record.node: Peer(record, "http://10.0.0.2:4100", True, 0.2) for record in (router, other)}
+    for name in ("known", "alive"):
+        monkeypatch.setattr(node.membership, name, lambda now_s: peers)
+    document = status_document(node)
+    assert {n["name"]: n["model"] and n["model"]["id"] for n in document["nodes"]}["there"] == "2" * 32
+    people = shown(document)
+    assert "model " + "1" * 32 in people and "has another model: model.gguf, " + "2" * 32 in people
+    assert people.count("has another model") == 1
 
 
 @pytest.mark.parametrize(("memory_mib", "offered_bytes"), [(0, int(0.9 * (1 << 30))), (700, 700 << 20)])
