@@ -74,9 +74,15 @@ _SCALARS: Mapping[int, struct.Struct] = {
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 
-#: A header above this is no model's: vocabularies of a million tokens take some 50 MB.
-MAX_HEADER_BYTES = 1 << 28
-_MAX_ARRAY_LENGTH = 1 << 24
+#: A header above this is no model's: the largest vocabularies, of 260,000 tokens and 440,000 merges, take some 15 MB.
+MAX_HEADER_BYTES = 40 << 20
+# Of one value. While it is read it is there twice: with the header's limit, 64 MiB in all.
+_MAX_VALUE_BYTES = 24 << 20
+_MAX_ARRAY_LENGTH = 1 << 21
+# Of tensors, and of keys: what they become takes many times their place in the file. Models have 2,000 and 60.
+_MAX_ENTRIES = 1 << 15
+# Of what a message repeats of a file.
+_MAX_SHOWN = 64
 _MAX_NAME_BYTES = 63  # GGML_MAX_NAME - 1
 _MAX_DIMS = 4
 
@@ -146,24 +152,36 @@ class _Cursor:
     def __init__(self, file: BinaryIO, size: int) -> None:
         self._file = file
         self._size = size
+        self._dropped = 0
         self.data = bytearray()
-        self.position = 0
+        self.position = 0  # in `data`
+
+    @property
+    def file_position(self) -> int:
+        return self._dropped + self.position
 
     def need(self, count: int) -> int:
         """Makes `count` bytes at the position available; returns the position before them, and moves on."""
         start, end = self.position, self.position + count
         if end > len(self.data):
-            if end > self._size:
-                raise _Malformed(f"the file ends inside its header (at byte {self._size} of at least {end})")
-            if end > MAX_HEADER_BYTES:
+            in_file = self._dropped + end
+            if in_file > self._size:
+                raise _Malformed(f"the file ends inside its header (at byte {self._size} of at least {in_file})")
+            if in_file > MAX_HEADER_BYTES:
                 raise _Malformed(f"its header is larger than {MAX_HEADER_BYTES} bytes")
             while len(self.data) < end:
-                piece = self._file.read(max(1 << 20, end - len(self.data)))
+                piece = self._file.read(1 << 20)
                 if not piece:
-                    raise _Malformed(f"the file ends inside its header (at byte {len(self.data)})")
+                    raise _Malformed(f"the file ends inside its header (at byte {self._dropped + len(self.data)})")
                 self.data += piece
         self.position = end
         return start
+
+    def drop(self) -> None:
+        """Forgets what is before the position; positions that `need` returned are of no use afterwards."""
+        del self.data[: self.position]
+        self._dropped += self.position
+        self.position = 0
 
     def u32(self) -> int:
         value: int = _U32.unpack_from(self.data, self.need(4))[0]
@@ -185,14 +203,13 @@ class _Cursor:
 
     def skip_value(self, value_type: int, key: str) -> None:
         if value_type == STRING:
-            self.need(self.u64())
+            self._skip_bytes(self.u64(), key)
         elif value_type == ARRAY:
             item_type, length = self.u32(), self.u64()
             if length > _MAX_ARRAY_LENGTH:
                 raise _Malformed(f"'{key}' claims {length} elements")
             if item_type == STRING:
-                for _ in range(length):
-                    self.need(self.u64())
+                self._skip_strings(length, key)
             elif item_type in _SCALARS:
                 self.need(length * _SCALARS[item_type].size)
             else:
@@ -201,6 +218,24 @@ class _Cursor:
             self.need(_SCALARS[value_type].size)
         else:
             raise _Malformed(f"'{key}' has type {value_type}, which GGUF does not have")
+
+    def _skip_bytes(self, count: int, key: str) -> None:
+        if count > _MAX_VALUE_BYTES:
+            raise _Malformed(f"'{key}' claims {count} bytes")
+        self.need(count)
+
+    def _skip_strings(self, count: int, key: str) -> None:
+        begin = position = self.position
+        unpack = _U64.unpack_from
+        for _ in range(count):
+            if position + 8 > len(self.data):
+                self.position = position
+                self.need(8)
+            position += 8 + unpack(self.data, position)[0]
+            if position - begin > _MAX_VALUE_BYTES:
+                raise _Malformed(f"'{key}' claims more than {_MAX_VALUE_BYTES} bytes")
+        self.position = begin
+        self.need(position - begin)
 
 
 def read_header(path: str | os.PathLike[str]) -> GgufHeader:
@@ -233,27 +268,33 @@ def _parse(path: str, cursor: _Cursor, size: int) -> GgufHeader:
         reason = "it is big-endian" if swapped in (2, 3) else f"GGUF version {version} is not supported (2 and 3 are)"
         raise _Malformed(reason)
     n_tensors, n_key_values = cursor.u64(), cursor.u64()
+    if max(n_tensors, n_key_values) > _MAX_ENTRIES:
+        raise _Malformed(f"it claims {n_tensors} tensors and {n_key_values} keys")
 
     key_values: dict[str, KeyValue] = {}
     for _ in range(n_key_values):
+        cursor.drop()
         key = cursor.name("key", 65535)
         if key in key_values:
-            raise _Malformed(f"the key '{key}' occurs twice")
+            raise _Malformed(f"the key '{key[:_MAX_SHOWN]}' occurs twice")
         value_type = cursor.u32()
         begin = cursor.position
-        cursor.skip_value(value_type, key)
-        key_values[key] = KeyValue(value_type, bytes(cursor.data[begin : cursor.position]))
+        cursor.skip_value(value_type, key[:_MAX_SHOWN])
+        with memoryview(cursor.data) as data:
+            key_values[key] = KeyValue(value_type, bytes(data[begin : cursor.position]))
 
     alignment: Value | None = 32
     if "general.alignment" in key_values:
-        alignment = key_values["general.alignment"].value
+        item = key_values["general.alignment"]
+        alignment = item.value if item.type in _SCALARS else None
     if isinstance(alignment, bool) or not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
         raise _Malformed(f"general.alignment is {alignment}, not a power of two")
 
+    cursor.drop()
     infos = [_parse_tensor(cursor) for _ in range(n_tensors)]
     if len({info[0] for info in infos}) != len(infos):
         raise _Malformed("a tensor name occurs twice")
-    data_start = _pad(cursor.position, alignment)
+    data_start = _pad(cursor.file_position, alignment)
     tensors = []
     expected = 0
     for tensor_name, type_id, ne, offset in infos:

@@ -22,6 +22,12 @@ __all__ = ["ModelIndex", "SliceTensor", "TensorInfo", "TensorPart", "read_model"
 
 # The tensors that llama.cpp places into the Swarm buffer: the override pattern, with the layer captured.
 _EXPERT_NAME = re.compile(r"blk\.(\d+)\.(ffn_(?:gate|up|down|gate_up)_exps\.(?:weight|bias|scale))")
+# What a slice's name between nodes can say (node/records.py); models have 128 layers and 1,000 experts at most so far.
+LAYERS_MAX = 1024
+EXPERTS_MAX = 65536
+# Of numbers that stand for a layer each, and of the architecture's name.
+_NUMBERS_BYTES_MAX = 65536
+_NAME_MAX = 63
 _SPLIT_NAME = re.compile(r"(?P<prefix>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 
 
@@ -142,6 +148,10 @@ def read_model(path: str | os.PathLike[str]) -> ModelIndex:
     architecture = _text(main, "general.architecture")
     n_layer = _number(main, f"{architecture}.block_count")
     n_expert = _number(main, f"{architecture}.expert_count", 0)
+    if n_layer > LAYERS_MAX or n_expert > EXPERTS_MAX:
+        raise ModelError(
+            f"model file {main.path} claims {n_layer} layers of {n_expert} experts; up to {LAYERS_MAX} of {EXPERTS_MAX} are possible"
+        )
     used = _per_layer(main, f"{architecture}.expert_used_count")
     header_digest = _header_digest(main, tensors)
     return ModelIndex(
@@ -195,6 +205,8 @@ def _find_experts(tensors: tuple[TensorInfo, ...], n_expert: int) -> dict[int, d
                 f"tensor {tensor.name} of {tensor.path} is named like expert weights, but its dimensions "
                 f"{list(tensor.ne)} do not end in the expert count, {n_expert}; this model cannot be shared"
             )
+        if int(match[1]) >= LAYERS_MAX or tensor.bytes == 0:
+            raise ModelError(f"tensor {tensor.name} of {tensor.path} is empty, or of a layer beyond {LAYERS_MAX - 1}")
         # With one number per expert, a quantised type would have several experts in one block.
         if len(tensor.ne) == 1 and tensor.type not in ("f32", "f16", "bf16"):
             raise ModelError(f"{tensor.name} of {tensor.path} cannot be cut by experts: its type is {tensor.type}")
@@ -222,7 +234,7 @@ def _header_digest(main: GgufHeader, tensors: tuple[TensorInfo, ...]) -> str:
 def _metadata(header: GgufHeader) -> dict[str, Value]:
     metadata = {}
     for key, item in header.key_values.items():
-        value = item.value if len(item.raw) < 65536 else None
+        value = item.value if len(item.raw) < _NUMBERS_BYTES_MAX else None
         if value is not None:
             metadata[key] = value
     return metadata
@@ -230,12 +242,12 @@ def _metadata(header: GgufHeader) -> dict[str, Value]:
 
 def _value(header: GgufHeader, key: str) -> Value | None:
     item = header.key_values.get(key)
-    return None if item is None else item.value
+    return None if item is None or len(item.raw) > _NUMBERS_BYTES_MAX else item.value
 
 
 def _text(header: GgufHeader, key: str) -> str:
     value = _value(header, key)
-    if not isinstance(value, str) or not value:
+    if not isinstance(value, str) or not 0 < len(value) <= _NAME_MAX:
         raise ModelError(f"model file {header.path} has no text under '{key}'")
     return value
 

@@ -17,13 +17,11 @@ import msgpack
 
 from node.errors import ModelError
 from node.model_index import ModelIndex
-from node.model_pieces import Piece, pieces
+from node.model_pieces import PIECES_MAX, Piece, pieces
 from node.unpack import unpack_map
 
 VERSION = 1
 _DIGEST_BYTES = 32
-#: 128 layers of 1,000 experts, and a trunk of a terabyte: there is no such model yet.
-PIECES_MAX = 1 << 18
 #: Of a manifest's bytes: the digests, and 64 around them.
 MANIFEST_BYTES_MAX = PIECES_MAX * _DIGEST_BYTES + _DIGEST_BYTES + 64
 

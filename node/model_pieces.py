@@ -9,10 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from node.errors import ModelError
 from node.model_index import ModelIndex, TensorPart
 
 #: A stretch of a trunk tensor: long enough to be read at full speed, short enough to be kept in memory until it is verified.
 STRETCH_BYTES = 16 << 20
+
+#: 128 layers of 1,000 experts, and a trunk of a terabyte: there is no such model yet.
+PIECES_MAX = 1 << 18
 
 PieceKey = tuple[Literal["trunk", "expert"], int, int]
 
@@ -40,7 +44,14 @@ class Piece:
 
 
 def pieces(index: ModelIndex) -> tuple[Piece, ...]:
-    """All pieces in canonical order: the trunk by names of tensors, then the experts by layer and number."""
+    """All pieces in canonical order: the trunk by names of tensors, then the experts by layer and number.
+
+    Raises ModelError when there are more than PIECES_MAX.
+    """
+    count = sum(-(-tensor.bytes // STRETCH_BYTES) for tensor in index.trunk_tensors)
+    count += len(index.expert_layers) * index.n_expert
+    if count > PIECES_MAX:
+        raise ModelError(f"{index.paths[0]} would have {count} pieces; up to {PIECES_MAX} are possible")
     found: list[Piece] = []
     for number, tensor in enumerate(index.trunk_tensors):
         for stretch, start in enumerate(range(0, tensor.bytes, STRETCH_BYTES)):

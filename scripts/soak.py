@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 import test_expert_server  # noqa: E402
 import test_gossip_machine  # noqa: E402
+import test_model_index  # noqa: E402
 import test_wire  # noqa: E402
 from server_rig import order, server  # noqa: E402
 
@@ -72,6 +74,9 @@ def main() -> None:
     seconds = options.minutes * 60
     print(f"seed {options.seed}")
     print("decoder fuzz:", test_wire.fuzz(seconds, options.seed), "mutants accepted")
+    with tempfile.TemporaryDirectory() as folder:
+        count, good = test_model_index.fuzz(Path(folder), seconds, options.seed)
+    print(f"header fuzz: {count} damaged headers, {good} of them still models")
     print("server fuzz:", asyncio.run(fuzz_server(seconds, options.seed)), "mutants computed")
     for arguments in GOSSIP:
         simulate(arguments)

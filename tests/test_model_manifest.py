@@ -16,8 +16,8 @@ from node import model_manifest, model_pieces
 from node.errors import ModelError
 from node.model_identity import local_manifest
 from node.model_index import ModelIndex, read_model
-from node.model_manifest import MANIFEST_BYTES_MAX, PIECES_MAX, Manifest, differing, identified
-from node.model_pieces import expert_numbers, pieces, trunk_numbers
+from node.model_manifest import MANIFEST_BYTES_MAX, Manifest, differing, identified
+from node.model_pieces import PIECES_MAX, expert_numbers, pieces, trunk_numbers
 
 digests = st.binary(min_size=32, max_size=32)
 manifests = st.builds(Manifest, digests.map(bytes.hex), st.lists(digests, min_size=1, max_size=40).map(tuple))
@@ -83,6 +83,14 @@ def test_stretches_of_a_tensor(index: ModelIndex, small_stretches: None) -> None
     assert [piece.key[2] for piece in own] == list(range(len(own)))
     assert [piece.bytes for piece in own] == [10_000] * (len(own) - 1) + [embedding.bytes % 10_000]
     assert own[1].parts(index)[0].offset == embedding.offset + 10_000
+
+
+def test_too_many_pieces_are_refused(index: ModelIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_pieces, "PIECES_MAX", 71)
+    assert len(pieces(index)) == 71
+    monkeypatch.setattr(model_pieces, "PIECES_MAX", 70)
+    with pytest.raises(ModelError, match="would have 71 pieces; up to 70 are possible"):
+        pieces(index)
 
 
 def test_a_split_copy_has_the_same_pieces_elsewhere(index: ModelIndex, folder: Path) -> None:
