@@ -19,8 +19,43 @@ def add_model_command(commands: Commands) -> None:
     the parsed arguments and returns the exit status."""
     model = commands.add_parser("model", help="look at model files, and make some to test with")
     parts = model.add_subparsers(required=True, metavar="COMMAND")
-    for add in (_add_synthetic,):
+    for add in (_add_show, _add_synthetic):
         add(parts)
+
+
+def _add_show(parts: Commands) -> None:
+    show = parts.add_parser(
+        "show",
+        help="show what is in a model file, and what of it fits where",
+        description="Shows a model's sizes, quantisation and id, what of it fits into this machine, and how many machines it "
+        "needs. Reads the header only, and all of the file once with --hash.",
+        epilog="example: swarm-node model show model.gguf --memory 16 16 8",
+    )
+    show.add_argument("path", type=Path, metavar="FILE", help="a GGUF file, or any part of a split one")
+    show.add_argument("--memory", type=_gib, nargs="+", default=[], metavar="GIB", help="memory of machines you have")
+    show.add_argument("--hash", action="store_true", help="compute the model's id, if it is not known yet")
+    show.add_argument("--json", action="store_true", help="JSON, for scripts")
+    show.set_defaults(run=_run_show)
+
+
+async def _run_show(options: argparse.Namespace) -> int:
+    import json
+
+    from rich.console import Console
+
+    from node.model_identity import local_manifest
+    from node.model_index import read_model
+    from node.model_report import model_document, print_model
+
+    index = await asyncio.to_thread(read_model, options.path)
+    if options.hash:
+        await _with_progress(f"hashing {options.path.name}", lambda progress: local_manifest(index, progress))
+    document = await asyncio.to_thread(model_document, index, options.memory)
+    if options.json:
+        print(json.dumps(document, indent=2))
+    else:
+        print_model(document, Console(highlight=False))
+    return 0
 
 
 def _add_synthetic(parts: Commands) -> None:
@@ -93,6 +128,16 @@ async def _with_progress(title: str, work: Callable[[Callable[[int, int], None]]
             stop.set()
             await asyncio.gather(thread, return_exceptions=True)
             raise
+
+
+def _gib(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1 << 20:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a memory size in GiB")
+    return value
 
 
 def _positive(text: str) -> int:
