@@ -5,10 +5,11 @@ The proof itself is in swarm_key.py; what is protected, in docs/security.md. Eve
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -29,6 +30,8 @@ _REPLY_BYTES_MAX = 16 << 20
 # Spare nonces kept of each peer; they last half a minute, and in a small swarm gossip asks each peer about as often.
 _NONCES_MAX = 4
 _PEERS_MAX = 256
+# Of a streamed reply: as much as a gigabit line brings within some milliseconds.
+_STREAM_BUFFER_BYTES = 1 << 20
 
 
 class PeerClient:
@@ -74,13 +77,58 @@ class PeerClient:
             return {}, None
         return {hdrs.AUTHORIZATION: proof.header}, lambda status, info: proof.check_reply(info, status, STREAMED)
 
-    async def _prove(self, url: str, path: str, body: bytes) -> Proof | None:
+    async def get(self, url: str, path: str, *, limit_bytes: int = _REPLY_BYTES_MAX, stall_s: float = 10.0) -> bytes:
+        """The body of a reply of status 200. Raises as ``post`` does, and SwarmError for any other status."""
+        async with self._get(url, path, {}, stall_s) as (response, proof):
+            answer = await _limited(response, url, limit_bytes)
+            if response.status != 200:
+                raise SwarmError(f"{url}{path}: status {response.status}: {answer[:200].decode(errors='replace')}")
+            if proof is not None:
+                digest = hashlib.sha256(answer).hexdigest()
+                proof.check_reply(response.headers.get("Authentication-Info"), response.status, digest)
+            return answer
+
+    @contextlib.asynccontextmanager
+    async def get_streamed(
+        self, url: str, path: str, *, stall_s: float, headers: Mapping[str, str] | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The reply to a GET while it comes, of whatever status; ``stall_s`` without a byte end it with TimeoutError.
+
+        One of status 200 or 206 has proved the key, but not the bytes of its body. Raises as ``post`` does.
+        """
+        async with self._get(url, path, headers or {}, stall_s) as (response, proof):
+            if proof is not None and response.status in (200, 206):
+                proof.check_reply(response.headers.get("Authentication-Info"), response.status, STREAMED)
+            yield response
+
+    @contextlib.asynccontextmanager
+    async def _get(
+        self, url: str, path: str, headers: Mapping[str, str], stall_s: float
+    ) -> AsyncIterator[tuple[aiohttp.ClientResponse, Proof | None]]:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=stall_s)
+        for last_attempt in (False, True):
+            proof = await self._prove(url, path, b"", "GET")
+            own = {**headers, hdrs.ACCEPT_ENCODING: "identity"}
+            if proof is not None:
+                own[hdrs.AUTHORIZATION] = proof.header
+            async with self._session.get(
+                url + path, headers=own, timeout=timeout, allow_redirects=False, read_bufsize=_STREAM_BUFFER_BYTES
+            ) as response:
+                challenge = response.headers.get(hdrs.WWW_AUTHENTICATE)
+                self._keep(url, challenge)
+                if response.status != 401:
+                    yield response, proof
+                    return
+                if last_attempt or not is_stale(challenge):
+                    raise NotAuthenticated(f"{url} refuses this node: its proof of the swarm key is not accepted")
+
+    async def _prove(self, url: str, path: str, body: bytes, method: str = "POST") -> Proof | None:
         if self._key is None:
             return None
         nonce = await self._nonce(url)
         return prove(
             self._key,
-            method="POST",
+            method=method,
             target=path,
             host=urlsplit(url).netloc,
             nonce=nonce,
