@@ -27,7 +27,7 @@ from pathlib import Path
 from node.errors import ModelError
 from node.model_index import ModelIndex, read_model
 from node.model_layout import Layout, write_layout
-from node.model_manifest import MANIFEST_BYTES_MAX, Manifest
+from node.model_manifest import MANIFEST_BYTES_MAX, Manifest, identified
 from node.model_pieces import pieces
 from node.stored_model import StoredModel, StoreFull, disk_error, locked, read_present, sync
 
@@ -77,8 +77,7 @@ class ModelStore:
             return None
         try:
             manifest = _read_manifest(folder, model_id)
-            index = _read_index(folder)
-            _check(manifest, index)
+            index = identified(_read_index(folder), manifest)
             stored = StoredModel(folder, lock, manifest, index, _read_name(folder))
             os.utime(folder / "lock")
         except OSError as error:
@@ -103,7 +102,7 @@ class ModelStore:
             try:
                 write_layout(layout, new)
                 index = _read_index(new)
-                _check(manifest, index)
+                manifest.check(index)
                 if len(index.paths) != len(layout.files):
                     raise ModelError(
                         f"model {manifest.model_id} has {len(index.paths)} files, its layout {len(layout.files)}"
@@ -209,7 +208,7 @@ class ModelStore:
                 return None
             stack.callback(os.close, lock)
             manifest, index = _read_manifest(folder, model_id), _read_index(folder)
-            _check(manifest, index)
+            manifest.check(index)
             all_pieces = pieces(index)
             present = read_present(folder, len(all_pieces))
             return StoredInfo(
@@ -221,15 +220,6 @@ class ModelStore:
                 (folder / "lock").stat().st_mtime,
                 in_use,
             )
-
-
-def _check(manifest: Manifest, index: ModelIndex) -> None:
-    if index.model_id != manifest.header_digest:
-        raise ModelError(f"the files' headers are not those of model {manifest.model_id}")
-    if len(pieces(index)) != len(manifest.sha256):
-        raise ModelError(
-            f"model {manifest.model_id} has {len(pieces(index))} pieces, its manifest {len(manifest.sha256)}"
-        )
 
 
 def _read_manifest(folder: Path, model_id: str) -> Manifest:

@@ -22,7 +22,7 @@ LARGE = models.Shape("qwen3moe", n_layer=2, n_expert=8, n_used=2, n_embd=512, n_
 
 def source(shape: models.Shape = SMALL) -> tuple[ModelIndex, Manifest, Layout]:
     index = read_model(models.moe_model(shape))
-    return index, local_manifest(index), read_layout(index)
+    return index, local_manifest(index, folder=Path(index.paths[0]).parent / "manifests"), read_layout(index)
 
 
 def split(index: ModelIndex, folder: Path, count: int) -> ModelIndex:

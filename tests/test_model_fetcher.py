@@ -42,7 +42,7 @@ async def test_a_whole_model_and_progress(keyed: bool, tmp_path: Path) -> None:
             told: list[model_fetcher.Progress] = []
             await fetcher.fetch(stored, range(len(stored.pieces)), told.append)
             assert stored.present.is_full
-            assert local_manifest(stored.index) == copy.manifest
+            assert local_manifest(stored.index, folder=tmp_path / "m") == copy.manifest
             assert told[-1].done_bytes == told[-1].total_bytes == fetcher.received_bytes == node.service.sent_bytes
             assert str(told[-1]).startswith("fetching: 100 % of ")
             n_asked = len(node.asked)
