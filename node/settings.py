@@ -234,6 +234,18 @@ class ModelSettings:
         _choice("f32", "bf16", "f16"),
         "Number format of expert calls. The shorter ones halve the traffic and lose precision.",
     )
+    cache_gib: int = _setting(
+        0,
+        Integer(0, 1 << 20),
+        "Disk space, in GiB, for what is fetched of models that other nodes have. When it is full, the models that were not "
+        "used for longest are removed. 0: all but a tenth of the disk.",
+    )
+    transfer_mbit_s: int = _setting(
+        0,
+        Integer(0, 1 << 20),
+        "The most that this node sends of its models to others, and as much that it fetches, in Mbit/s: for networks that "
+        "others use too. 0: no limit.",
+    )
 
     @property
     def context_total_tokens(self) -> int:
