@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +32,20 @@ from node.errors import ModelError, SwarmError
 from node.front_door import Door, DoorOptions, Here, PeerProof, ServedModel, There, Unavailable, add_routes
 from node.holder import Holder
 from node.identity import Identity
-from node.known_models import KnownModels
+from node.known_models import KnownModels, NoCopy
 from node.layer_programs import LayerProgram, ModelPrograms, read_programs
 from node.local_models import LocalModels
 from node.memory_limit import MEMORY_SHARE, free_memory_bytes
 from node.model_index import ModelIndex
+from node.model_store import ModelStore
+from node.paths import cache_dir
 from node.peer_http import PEER_PREFIX, PeerClient, PeerGuard, read_body
 from node.peering import CONTENT_TYPE, GOSSIP_PATH, Peering
 from node.placement import Candidate, elect
 from node.records import RATE_MAX, VERSION, Device, Model, Record, Router, encode
 from node.router_engine import EngineOptions, ExpertFailure
 from node.router_role import KnownNode, RouterRole
+from node.shared_models import SharedModels
 from node.slice_ranges import describe
 from node.status import status_routes
 from node.swarm_key import SwarmKey
@@ -65,6 +69,7 @@ class Agent:
         self.local_models = LocalModels(config.model.path)
         self.known_models = KnownModels(self.local_models, self.wake)
         self.served: ModelIndex | None = None  # once its content is known
+        self.fetched: ModelIndex | None = None  # the swarm's model, of which this node has no file of its own
         self.holder: Holder | None = None
         self.role: RouterRole | None = None
         self.failures: deque[ExpertFailure] = deque(maxlen=64)
@@ -73,6 +78,12 @@ class Agent:
         self.peering = Peering(config, identity, self._key, self.wake)
         self.membership = self.peering.membership
         self._client: PeerClient | None = None
+        self.shared = SharedModels(
+            ModelStore(cache_dir() / "models", config.model.cache_gib << 30),
+            self._sources,
+            self.wake,
+            bytes_per_s=config.model.transfer_mbit_s * 1e6 / 8,
+        )
         self.door = Door(self, DoorOptions(api_key=config.api.key, node=config.node.name))
         self._cors = Cors(config.api.allowed_origins)
         self.engine_metrics = EngineMetrics(
@@ -91,12 +102,13 @@ class Agent:
         self.listening = asyncio.Event()
         self._summary_changed = asyncio.Event()
         self._problem = ""
+        self._told = False  # to serve a model
 
     # --- what this node says of itself
 
     def record(self) -> Record:
         """This node's record as it is now."""
-        model = self.served
+        model = self.served or self.fetched
         return Record(
             version=VERSION,
             swarm=self.config.swarm.name,
@@ -109,15 +121,41 @@ class Agent:
             expert_port=self.holder.process.port if self.holder is not None else 0,
             devices=self._devices,
             memory_bytes=self.memory_bytes,
-            can_route=self._can_route and model is not None,
+            can_route=self._can_route and (self.served is not None or self._may_route_fetched()),
             model=None if model is None else _model_record(model),
             holds_model=self.holder.model_id if self.holder is not None else None,
             ready=self.holder.ready if self.holder is not None else (),
             problem=((self.holder.problem if self.holder is not None else "") or self._problem)[:400],
             router=None if self.role is None else self._router_record(self.role.router_record),
             expert_bytes_per_s=0.0 if self.holder is None else _rounded(self.holder.process.expert_bytes_per_s, 3),
-            activity=self.known_models.activity[:400],
+            activity=(self.known_models.activity or self.shared.activity)[:400],
+            offers=self.shared.offers,
+            fetches=self.served is None and self.fetched is not None,
         )
+
+    def _may_route_fetched(self) -> bool:
+        """Whether this node may route a model that it has no file of: only where no node with the file can, not even one that
+        is silent for the moment, and where everything that a router needs is to be had."""
+        if self.fetched is None or self.role is not None:
+            return self.role is not None
+        peers = self.membership.known(time.monotonic()).values()
+        if any(peer.record.can_route and not peer.record.fetches for peer in peers):
+            return False
+        offered = any(
+            offer.id == self.fetched.model_id and (offer.whole or offer.trunk)
+            for peer in peers
+            if peer.alive
+            for offer in peer.record.offers
+        )
+        return offered or self.shared.has_trunk(self.fetched)
+
+    def _sources(self, model_id: str) -> dict[str, str]:
+        """The live nodes that offer a model: name by URL."""
+        return {
+            peer.url: peer.record.name
+            for peer in self.membership.alive(time.monotonic()).values()
+            if any(offer.id == model_id for offer in peer.record.offers)
+        }
 
     def _router_record(self, router: Router) -> Router:
         # In two digits, since every change of a record goes to every node.
@@ -145,6 +183,7 @@ class Agent:
     async def run(self) -> None:
         """Runs until cancelled. Raises SwarmError when the node cannot start."""
         told = await asyncio.to_thread(self.local_models.served) if self.config.model.path else None
+        self._told = told is not None
         # What cannot be served at all is said before anything is hashed.
         programs = None if told is None else await read_programs(told)
         async with contextlib.AsyncExitStack() as stack:
@@ -162,6 +201,7 @@ class Agent:
                 if told is not None and programs is not None:
                     tasks.create_task(self._offer(told, programs), name="hash the served model")
                 tasks.create_task(self.known_models.run(), name="look for models")
+                tasks.create_task(self.shared.run(self._client), name="fetch models")
                 tasks.create_task(self._reconcile_forever(folder), name="reconcile")
                 tasks.create_task(self.engine_metrics.run(), name="engine metrics")
                 try:
@@ -186,6 +226,7 @@ class Agent:
         self._programs[index.model_id] = programs
         self.served = index
         self.wake()
+        await self.shared.add_local(index)
 
     async def _reconcile_forever(self, folder: Path) -> None:
         running: asyncio.Task[None] | None = None
@@ -197,6 +238,7 @@ class Agent:
                 self._changed.clear()
                 self._summary_changed.set()
                 role_before = self.role
+                await self._follow_model()
                 self._elect(folder)
                 if self.role is not role_before:
                     if running is not None:
@@ -215,6 +257,21 @@ class Agent:
                         log.warning("this node holds no experts: %s", problem)
                     self._problem = problem
 
+    async def _follow_model(self) -> None:
+        """Without a model to serve by itself, this node takes part in the swarm's, whose header it fetches at once: so it can
+        route where none of those can that have the file."""
+        if self.served is not None or self._told or self.routing_node() is not None or not self._can_route:
+            return
+        alive = self.membership.alive(time.monotonic()).values()
+        models = {peer.record.model.id: peer.record.model for peer in alive if peer.record.model is not None}
+        if not models or (self.fetched is not None and self.fetched.model_id in models):
+            return
+        with contextlib.suppress(SwarmError, FileNotFoundError):
+            index = self.shared.look_up(models[min(models)])
+            if index is not None:
+                await self._programs_of(index, "")
+                self.fetched = index
+
     def _elect(self, folder: Path) -> None:
         own = self.record()
         now_s = time.monotonic()
@@ -232,13 +289,14 @@ class Agent:
             return
         if self.role is not None or now_s - self.started_s < ELECTION_DELAY_S:
             return
-        assert self.served is not None
+        index = self.served or self.fetched
+        assert index is not None
         term = max(self._highest_term, self.identity.term) + 1
         self.identity.save_term(term)
         log.info("this node is the router, term %d", term)
         self.role = RouterRole(
-            self.served,
-            self._programs[self.served.model_id],
+            index,
+            self._programs[index.model_id],
             term=term,
             options=EngineOptions(
                 context=self.config.model.context_total_tokens,
@@ -254,6 +312,7 @@ class Agent:
             environment=self._child_environment(),
             on_change=self.wake,
             on_failure=self._expert_failed,
+            provide=partial(self.shared.provide_trunk, index),
         )
 
     def _known_nodes(self) -> dict[str, KnownNode]:
@@ -275,9 +334,26 @@ class Agent:
             return
         if record.model is None or record.model.id != plan.model:
             raise ModelError(f"the router does not say what model {plan.model} of its plan is")
-        index = self.known_models.look_up(record.model)
+        index = self._copy_of(record.model)
         if index is not None:
             self.holder.want(index, await self._programs_of(index, url), mine)
+
+    def _copy_of(self, model: Model) -> ModelIndex | None:
+        """This node's own file of a model, else the one into which it fetches; None while neither is known. Raises ModelError."""
+        if self.fetched is not None and self.fetched.model_id == model.id:
+            return self.fetched
+        try:
+            return self.known_models.look_up(model)
+        except NoCopy:
+            # Who was told to serve another model keeps to it.
+            if self._told or not self._sources(model.id):
+                raise
+        return self.shared.look_up(model)
+
+    def _check_file(self, index: ModelIndex) -> None:
+        # What was fetched was verified when it was written.
+        if not self.shared.is_stored(index):
+            self.known_models.check_unchanged(index)
 
     async def _programs_of(self, index: ModelIndex, router_url: str) -> ModelPrograms:
         known = self._programs.get(index.model_id)
@@ -305,6 +381,7 @@ class Agent:
         app = web.Application(middlewares=[self._check], client_max_size=DoorOptions().body_bytes_max)
         app.add_routes(self.peering.routes())
         app.add_routes(self._guard.routes())
+        app.add_routes(self.shared.service.routes())
         app.add_routes([web.post("/swarm/v1/programs", self._give_programs), web.get("/health", _health)])
         app.add_routes(status_routes(self))
         app.add_routes(trace_routes(self))
@@ -472,7 +549,8 @@ class Agent:
             log_path=folder / "experts.log",
             environment=self._child_environment(),
             on_change=self.wake,
-            check_file=self.known_models.check_unchanged,
+            check_file=self._check_file,
+            provide=self.shared.provide,
         )
         holder.process.measures_speed = True
         return holder
@@ -507,6 +585,7 @@ def _candidate(record: Record) -> Candidate:
         record.memory_bytes,
         record.can_route,
         record.router.term if record.router is not None else 0,
+        record.fetches,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from node.errors import SwarmError
@@ -22,7 +22,8 @@ class Holder:
 
     ``run`` owns the process; ``want`` says what to hold. ``on_change`` is called whenever ``ready`` or ``problem``
     changes. ``check_file`` is called in a thread before slices are loaded, and raises ModelError when the file is not the
-    one that was hashed.
+    one that was hashed. ``provide`` is awaited before that, and cancelled when something else is wanted: it fetches what
+    the file lacks, and raises SwarmError when it cannot.
     """
 
     def __init__(
@@ -39,10 +40,12 @@ class Holder:
         environment: dict[str, str],
         on_change: Callable[[], None],
         check_file: Callable[[ModelIndex], None] = lambda index: None,
+        provide: Callable[[ModelIndex, Sequence[Slice]], Awaitable[None]] | None = None,
     ) -> None:
         self._memory_bytes = memory_bytes
         self._on_change = on_change
         self._check_file = check_file
+        self._provide = provide
         self._wanted: tuple[ModelIndex, ModelPrograms, tuple[Slice, ...]] | None = None
         self._wanted_changed = asyncio.Event()
         self._held: dict[Slice, int] = {}  # → memory_bytes
@@ -121,6 +124,8 @@ class Holder:
         if not to_load:
             self._tell("")
             return
+        if not await self._provided(index, to_load):
+            return
         await asyncio.to_thread(self._check_file, index)
         layers = {layer: programs.layers[layer] for layer, _, _ in to_load}
         answers = await self.process.load(
@@ -144,6 +149,23 @@ class Holder:
         if problems:
             raise SwarmError("; ".join(problems[:3]))
         self._tell("")
+
+    async def _provided(self, index: ModelIndex, slices: Sequence[Slice]) -> bool:
+        """Whether the bytes of the slices are there; False when something else is wanted by now."""
+        if self._provide is None:
+            return True
+        providing = asyncio.ensure_future(self._provide(index, slices))
+        changed = asyncio.ensure_future(self._wanted_changed.wait())
+        try:
+            await asyncio.wait({providing, changed}, return_when=asyncio.FIRST_COMPLETED)
+            if not providing.done():
+                return False
+            await providing
+            return True
+        finally:
+            changed.cancel()
+            providing.cancel()
+            await asyncio.gather(providing, changed, return_exceptions=True)
 
     async def _drop(self, piece: Slice) -> None:
         assert self._held_model is not None

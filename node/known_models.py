@@ -19,6 +19,10 @@ from node.records import Model
 _STEP_PERCENT = 5
 
 
+class NoCopy(ModelError):
+    """No file of this node is, or claims to be, a copy of the model."""
+
+
 class KnownModels:
     """Gives the indexes of this node's files their content's id, and finds the model that the router serves among them.
 
@@ -35,7 +39,7 @@ class KnownModels:
         self._one_at_a_time = asyncio.Lock()
         self._wanted: Model | None = None
         self._look = asyncio.Event()
-        self._not_found = ""  # why
+        self._not_found: ModelError | None = None
 
     @property
     def activity(self) -> str:
@@ -58,15 +62,15 @@ class KnownModels:
     def look_up(self, model: Model) -> ModelIndex | None:
         """This node's copy of a model that another one serves; None while it is looked for.
 
-        Raises ModelError when there was none, saying why, and looks again.
+        Raises ModelError when there was none, NoCopy if no file even looks like one, and looks again.
         """
         if model.id in self._known:
             return self._known[model.id][0]
         if self._wanted != model:
-            self._wanted, self._not_found = model, ""
+            self._wanted, self._not_found = model, None
         self._look.set()
-        if self._not_found:
-            raise ModelError(self._not_found)
+        if self._not_found is not None:
+            raise self._not_found
         return None
 
     async def run(self) -> None:
@@ -79,9 +83,9 @@ class KnownModels:
                 continue
             try:
                 await self.find(model)
-                problem = ""
+                problem = None
             except ModelError as error:
-                problem = str(error)
+                problem = error
             if model == self._wanted:
                 self._not_found = problem
             self._on_change()
@@ -106,7 +110,7 @@ class KnownModels:
                 f"header is {index.header_digest[:32]}, the router's {model.header or 'not known'}"
             )
         folders = ", ".join(map(str, self._local.folders_searched()))
-        raise ModelError(
+        raise NoCopy(
             f"the router serves {model.file}, which is in none of this node's model folders ({folders}). Put the file into one "
             f"of them, or start this node with --model, as the router was"
         )

@@ -8,7 +8,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -72,7 +72,7 @@ class LocalCopy:
 class ModelService:
     """Answers other nodes. ``find`` gives the copy with an id, None if this node has none: no id becomes a path."""
 
-    def __init__(self, find: Callable[[str], Copy | None], limit: RateLimit | None = None) -> None:
+    def __init__(self, find: Callable[[str], Awaitable[Copy | None]], limit: RateLimit | None = None) -> None:
         self._find = find
         self._limit = limit or RateLimit(0)
         self._transfers: Counter[str] = Counter()
@@ -90,13 +90,13 @@ class ModelService:
         ]
 
     async def _manifest(self, request: web.Request) -> web.Response:
-        return web.Response(body=self._copy(request).manifest.to_bytes(), content_type=BINARY)
+        return web.Response(body=(await self._copy(request)).manifest.to_bytes(), content_type=BINARY)
 
     async def _present(self, request: web.Request) -> web.Response:
-        return web.Response(body=self._copy(request).present.to_bytes(), content_type=BINARY)
+        return web.Response(body=(await self._copy(request)).present.to_bytes(), content_type=BINARY)
 
     async def _layout(self, request: web.Request) -> web.Response:
-        copy = self._copy(request)
+        copy = await self._copy(request)
         path = copy.index.paths[0]
         layout = self._layouts.get(path)
         if layout is None:
@@ -108,7 +108,7 @@ class ModelService:
         return web.Response(body=layout.to_bytes(), content_type=BINARY)
 
     async def _pieces(self, request: web.Request) -> web.StreamResponse:
-        copy = self._copy(request)
+        copy = await self._copy(request)
         first, last = _number(request, "from"), _number(request, "to")
         if not first <= last < len(copy.pieces):
             raise _refusal(
@@ -138,8 +138,8 @@ class ModelService:
             await response.write_eof()
         return response
 
-    def _copy(self, request: web.Request) -> Copy:
-        copy = self._find(request.match_info["id"])
+    async def _copy(self, request: web.Request) -> Copy:
+        copy = await self._find(request.match_info["id"])
         if copy is None:
             raise _refusal(web.HTTPNotFound, "no_model", "this node has no model of that id")
         return copy

@@ -28,7 +28,7 @@ from node.errors import ModelError
 from node.model_index import ModelIndex, read_model
 from node.model_layout import Layout, write_layout
 from node.model_manifest import MANIFEST_BYTES_MAX, Manifest, identified
-from node.model_pieces import pieces
+from node.model_pieces import pieces, trunk_numbers
 from node.stored_model import StoredModel, StoreFull, disk_error, locked, read_present, sync
 
 _ID = re.compile(r"[0-9a-f]{32}")
@@ -49,6 +49,12 @@ class StoredInfo:
     disk_bytes: int
     used_s: float
     in_use: bool
+    has_trunk: bool
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every piece is there."""
+        return self.present_bytes == self.total_bytes
 
 
 class ModelStore:
@@ -219,6 +225,7 @@ class ModelStore:
                 _disk_bytes(folder),
                 (folder / "lock").stat().st_mtime,
                 in_use,
+                not present.missing(trunk_numbers(all_pieces)),
             )
 
 

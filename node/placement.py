@@ -17,6 +17,7 @@ class Candidate:
     memory_bytes: int
     can_route: bool
     routes_since_term: int = 0  # the term it is router of; 0: it is not
+    fetches: bool = False  # it would have to fetch the model from others
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class Plan:
 
 
 def elect(candidates: Sequence[Candidate]) -> Candidate | None:
-    """The router: the live one with the highest term, if any; else the able node with the lowest id; None if none is able.
+    """The router: the live one with the highest term, if any; else the able node with the lowest id, of those that have the
+    model if there are any; None if none is able.
 
     Nobody displaces a live router: a node that comes back with a lower id waits.
     """
@@ -44,7 +46,7 @@ def elect(candidates: Sequence[Candidate]) -> Candidate | None:
     routing = [candidate for candidate in able if candidate.routes_since_term > 0]
     if routing:
         return min(routing, key=lambda c: (-c.routes_since_term, c.node_id))
-    return min(able, key=lambda c: c.node_id, default=None)
+    return min(able, key=lambda c: (c.fetches, c.node_id), default=None)
 
 
 def plan(

@@ -25,6 +25,8 @@ Port = Annotated[int, Meta(ge=1, le=65535)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 # Per second, of tokens or bytes. The fastest memory there is reads some 10^13 bytes.
 RATE_MAX = 1e15
+# A node lists its own files and what it used last: more than a disk has room for.
+OFFERS_MAX = 16
 Rate = Annotated[float, Meta(ge=0, le=RATE_MAX)]
 ModelId = Annotated[str, Meta(pattern="^[0-9a-z-]{1,64}\\Z")]
 # (layer, first expert, last expert), both included
@@ -60,6 +62,17 @@ class Model(msgspec.Struct, frozen=True):
     expert_bytes: Count
     # Of a file with another one, no byte need be read to know that it is not this model.
     header: Annotated[str, Meta(pattern="^([0-9a-f]{32})?\\Z")] = ""
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """A model of which a node gives others what it has. ``bytes``: of the whole model. ``whole``, ``trunk``: whether all of
+    it is there, or all but experts."""
+
+    id: Annotated[str, Meta(pattern="^[0-9a-f]{32}\\Z")]
+    file: Name
+    bytes: Count
+    whole: bool
+    trunk: bool
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -110,6 +123,9 @@ class Record(msgspec.Struct, frozen=True):
     expert_bytes_per_s: Rate = 0.0
     # What it is at before it can serve, in words.
     activity: Text = ""
+    offers: Annotated[tuple[Offer, ...], Meta(max_length=OFFERS_MAX)] = ()
+    # Its copy of the model is one that it fetches from others: it routes only where nobody who has the file can.
+    fetches: bool = False
 
 
 def encode(record: Record) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +42,10 @@ def table_holds(table: RoutingTable, nodes: Mapping[str, KnownNode]) -> bool:
 
 
 class RouterRole:
-    """The router's part of an agent. ``update`` is given the nodes whenever something changed; ``run`` owns the engine."""
+    """The router's part of an agent. ``update`` is given the nodes whenever something changed; ``run`` owns the engine.
+
+    ``provide`` is awaited before the engine starts: it fetches what the model's file lacks, and raises SwarmError when it cannot.
+    """
 
     def __init__(
         self,
@@ -57,6 +60,7 @@ class RouterRole:
         environment: Mapping[str, str],
         on_change: Callable[[], None],
         on_failure: Callable[[ExpertFailure], None],
+        provide: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.index = index
         self.programs = programs
@@ -71,6 +75,7 @@ class RouterRole:
         self._environment = environment
         self._on_change = on_change
         self._on_failure = on_failure
+        self._provide = provide
         self._plan = Plan(sequence=0, model=index.model_id, slices={})
         self._not_ready: dict[str, tuple[Slice, ...]] = {}
         self._table: RoutingTable | None = None
@@ -159,11 +164,13 @@ class RouterRole:
         """Starts the engine once there is a table, and again with back-off when it ends; until cancelled."""
         delay_s = 1.0
         while True:
-            await self._table_changed.wait()
-            assert self._table is not None
-            self._phase, self.reason = "starting", ""
-            self._on_change()
             try:
+                if self._provide is not None:
+                    await self._provide()
+                await self._table_changed.wait()
+                assert self._table is not None
+                self._phase, self.reason = "starting", ""
+                self._on_change()
                 async with router_engine(
                     self.index.paths[0],
                     self._table,
@@ -191,4 +198,5 @@ class RouterRole:
                 self._table_changed.clear()
                 await asyncio.wait_for(self._table_changed.wait(), delay_s)
             delay_s = min(2 * delay_s, 30.0)
-            self._table_changed.set()
+            if self._table is not None:
+                self._table_changed.set()

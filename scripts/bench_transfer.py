@@ -59,7 +59,11 @@ async def _serve(path: Path) -> None:
     """The source: prints its port, then, when stdin ends, the largest lag of its loop in ms."""
     index = read_model(path)
     copy = LocalCopy(index, local_manifest(index))
-    service = ModelService(lambda model_id: copy if model_id == copy.manifest.model_id else None)
+
+    async def find(model_id: str) -> LocalCopy | None:
+        return copy if model_id == copy.manifest.model_id else None
+
+    service = ModelService(find)
 
     async def plain(request: web.Request) -> web.FileResponse:
         return web.FileResponse(path)

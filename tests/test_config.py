@@ -40,6 +40,8 @@ SAMPLES: dict[str, tuple[Any, str]] = {
     "model.parallel": (2, "2"),
     "model.ubatch_tokens": (64, "64"),
     "model.prompt_cache_mib": (0, "0"),
+    "model.cache_gib": (40, "40"),
+    "model.transfer_mbit_s": (300, "300"),
     "model.reduce": ("rows", "rows"),
     "model.dtype": ("bf16", "bf16"),
     "experts.enabled": (False, "false"),

@@ -35,7 +35,11 @@ class Node:
 @asynccontextmanager
 async def serving(copy: Copy, key: SwarmKey | None = None, fault: Fault | None = None) -> AsyncIterator[Node]:
     """A node that gives a copy to others."""
-    service = ModelService(lambda model_id: copy if model_id == copy.manifest.model_id else None)
+
+    async def find(model_id: str) -> Copy | None:
+        return copy if model_id == copy.manifest.model_id else None
+
+    service = ModelService(find)
     node = Node("", service, fault=fault)
     guard = PeerGuard(key)
 

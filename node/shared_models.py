@@ -1,0 +1,221 @@
+"""What this node has of models besides the user's own files, what it fetches of them, and what it gives of both to others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from node.errors import ModelError, SwarmError
+from node.model_fetcher import ModelFetcher, Progress
+from node.model_identity import local_manifest
+from node.model_index import ModelIndex
+from node.model_pieces import expert_numbers, trunk_numbers
+from node.model_service import Copy, LocalCopy, ModelService
+from node.model_store import ModelStore
+from node.model_transfer import RateLimit
+from node.peer_http import PeerClient
+from node.records import OFFERS_MAX, Model, Offer
+from node.slice_ranges import Slice
+from node.stored_model import StoredModel
+
+log = logging.getLogger(__name__)
+
+# Each change of a record goes to every node.
+_TELL_S = 2.0
+# A model that nobody asked for in this time is no longer held back from being removed.
+_IDLE_S = 60.0
+
+
+class SharedModels:
+    """``run`` fetches what is looked up; ``sources`` gives, for a model id, the live nodes that offer it, name by URL.
+
+    ``on_change`` is called whenever ``offers``, ``activity`` or what ``look_up`` says changed.
+    """
+
+    def __init__(
+        self,
+        store: ModelStore,
+        sources: Callable[[str], Mapping[str, str]],
+        on_change: Callable[[], None],
+        *,
+        bytes_per_s: float = 0.0,
+    ) -> None:
+        self.service = ModelService(self._find, RateLimit(bytes_per_s))
+        #: What this node is at, in words; empty when it is at nothing.
+        self.activity = ""
+        self.fetcher: ModelFetcher | None = None
+        self._store = store
+        self._sources = sources
+        self._on_change = on_change
+        self._bytes_per_s = bytes_per_s
+        self._local: dict[str, LocalCopy] = {}
+        self._stored: dict[str, StoredModel] = {}
+        self._used_s: dict[str, float] = {}
+        # Of what the node serves or holds: never removed.
+        self._pinned: set[str] = set()
+        self._stored_offers: tuple[Offer, ...] = ()
+        self._wanted: Model | None = None
+        self._problem = ""
+        self._look = asyncio.Event()
+        self._opening = asyncio.Lock()
+        self._told_s = 0.0
+
+    @property
+    def offers(self) -> tuple[Offer, ...]:
+        """For this node's record: the user's files first, then what was used last of the store."""
+        own = [
+            Offer(
+                model_id,
+                Path(copy.index.paths[0]).name[:63],
+                sum(piece.bytes for piece in copy.pieces),
+                whole=True,
+                trunk=True,
+            )
+            for model_id, copy in self._local.items()
+        ]
+        return tuple((own + [offer for offer in self._stored_offers if offer.id not in self._local])[:OFFERS_MAX])
+
+    def is_stored(self, index: ModelIndex) -> bool:
+        """Whether the index is that of files that were fetched, of which only some pieces are there."""
+        stored = self._stored.get(index.model_id)
+        return stored is not None and stored.index.paths == index.paths
+
+    def has_trunk(self, index: ModelIndex) -> bool:
+        """Whether everything that a router needs of a model is on this machine."""
+        stored = self._stored.get(index.model_id)
+        return stored is None or not self.is_stored(index) or not stored.missing(trunk_numbers(stored.pieces))
+
+    async def add_local(self, index: ModelIndex) -> None:
+        """Offers a model of the user's own, whose content is known. Raises ModelError."""
+        manifest = await asyncio.to_thread(local_manifest, index)
+        if manifest.model_id == index.model_id:
+            self._local[index.model_id] = LocalCopy(index, manifest)
+            self._on_change()
+
+    def look_up(self, model: Model) -> ModelIndex | None:
+        """The index of a model's fetched files, which may have none of its pieces yet; None while there are no files.
+
+        Raises ModelError when they could not be made, saying why, and tries again.
+        """
+        stored = self._stored.get(model.id)
+        if stored is not None and model.id in self._pinned:
+            return stored.index
+        if self._wanted is None or self._wanted.id != model.id:
+            self._wanted, self._problem = model, ""
+        self._look.set()
+        if self._problem:
+            raise ModelError(self._problem)
+        return None
+
+    async def provide(self, index: ModelIndex, slices: Sequence[Slice]) -> None:
+        """Fetches the experts of these slices that are missing, if the index is of fetched files. Raises ModelError."""
+        if self.is_stored(index):
+            numbers = expert_numbers(self._stored[index.model_id].pieces)
+            wanted = [numbers[layer, expert] for layer, first, last in slices for expert in range(first, last + 1)]
+            await self._fetch(self._stored[index.model_id], wanted)
+
+    async def provide_trunk(self, index: ModelIndex) -> None:
+        """As ``provide``, for everything that is not an expert."""
+        if self.is_stored(index):
+            stored = self._stored[index.model_id]
+            await self._fetch(stored, trunk_numbers(stored.pieces))
+
+    async def run(self, client: PeerClient) -> None:
+        """Makes files of what is looked up, until cancelled; closes what is open then."""
+        self.fetcher = ModelFetcher(client, self._sources, limit=RateLimit(self._bytes_per_s))
+        try:
+            await self._list_stored()
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_IDLE_S / 2):
+                        await self._look.wait()
+                self._look.clear()
+                await self._close_idle()
+                await self._make_wanted()
+        finally:
+            for stored in self._stored.values():
+                await asyncio.to_thread(stored.close)
+            self._stored.clear()
+
+    async def _make_wanted(self) -> None:
+        model = self._wanted
+        if model is None or model.id in self._pinned:
+            return
+        try:
+            await self._adopt(model)
+            problem = ""
+        except (SwarmError, OSError) as error:
+            problem = str(error)
+            log.warning("model %s: %s", model.file, problem)
+        if model is self._wanted:
+            self._problem = problem
+        self._on_change()
+
+    async def _adopt(self, model: Model) -> None:
+        assert self.fetcher is not None
+        stored = await self._open(model.id)
+        if stored is None:
+            manifest, layout = await self.fetcher.describe(model.id)
+            async with self._opening:
+                stored = await asyncio.to_thread(self._store.create, manifest, layout, model.file)
+                self._stored[model.id] = stored
+            await self._list_stored()
+        self._pinned.add(model.id)
+
+    async def _fetch(self, stored: StoredModel, numbers: Sequence[int]) -> None:
+        assert self.fetcher is not None
+        missing = stored.missing(numbers)
+        if not missing:
+            return
+        needed = sum(stored.pieces[number].bytes for number in missing)
+        await self._close_idle(0.0)
+        await asyncio.to_thread(self._store.make_room, needed)
+        try:
+            await self.fetcher.fetch(stored, missing, self._tell)
+        finally:
+            self.activity = ""
+            await self._list_stored()
+
+    def _tell(self, progress: Progress) -> None:
+        if time.monotonic() - self._told_s >= _TELL_S:
+            self._told_s = time.monotonic()
+            self.activity = str(progress)
+            self._on_change()
+
+    async def _find(self, model_id: str) -> Copy | None:
+        local = self._local.get(model_id)
+        return local if local is not None else await self._open(model_id)
+
+    async def _open(self, model_id: str) -> StoredModel | None:
+        async with self._opening:
+            self._used_s[model_id] = time.monotonic()
+            if model_id not in self._stored:
+                try:
+                    stored = await asyncio.to_thread(self._store.open, model_id)
+                except ModelError as error:
+                    log.warning("%s", error)
+                    return None
+                if stored is None:
+                    del self._used_s[model_id]
+                    return None
+                self._stored[model_id] = stored
+            return self._stored[model_id]
+
+    async def _close_idle(self, idle_s: float = _IDLE_S) -> None:
+        async with self._opening:
+            for model_id in [m for m in self._stored if m not in self._pinned]:
+                if time.monotonic() - self._used_s.get(model_id, 0.0) >= idle_s:
+                    await asyncio.to_thread(self._stored.pop(model_id).close)
+                    self._used_s.pop(model_id, None)
+
+    async def _list_stored(self) -> None:
+        infos = await asyncio.to_thread(self._store.models)
+        self._stored_offers = tuple(
+            Offer(info.model_id, info.name, info.total_bytes, whole=info.is_whole, trunk=info.has_trunk)
+            for info in infos
+        )
+        self._on_change()
