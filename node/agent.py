@@ -122,7 +122,7 @@ class Agent:
             devices=self._devices,
             memory_bytes=self.memory_bytes,
             can_route=self._can_route and (self.served is not None or self._may_route_fetched()),
-            model=None if model is None else _model_record(model),
+            model=None if model is None else _model_record(model, self.shared.name_of(model)),
             holds_model=self.holder.model_id if self.holder is not None else None,
             ready=self.holder.ready if self.holder is not None else (),
             problem=((self.holder.problem if self.holder is not None else "") or self._problem)[:400],
@@ -593,10 +593,10 @@ def _rounded(rate: float, digits: int) -> float:
     return min(float(f"{rate:.{digits}g}"), RATE_MAX)
 
 
-def _model_record(index: ModelIndex) -> Model:
+def _model_record(index: ModelIndex, file: str) -> Model:
     return Model(
         id=index.model_id,
-        file=Path(index.paths[0]).name[:63],
+        file=file,
         architecture=index.architecture[:63],
         n_layer=index.n_layer,
         n_expert=index.n_expert,

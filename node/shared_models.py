@@ -70,7 +70,7 @@ class SharedModels:
         own = [
             Offer(
                 model_id,
-                Path(copy.index.paths[0]).name[:63],
+                self.name_of(copy.index),
                 sum(piece.bytes for piece in copy.pieces),
                 whole=True,
                 trunk=True,
@@ -83,6 +83,11 @@ class SharedModels:
         """Whether the index is that of files that were fetched, of which only some pieces are there."""
         stored = self._stored.get(index.model_id)
         return stored is not None and stored.index.paths == index.paths
+
+    def name_of(self, index: ModelIndex) -> str:
+        """The name of a model's file, the first one of a split model, as people know it."""
+        name = self._stored[index.model_id].name if self.is_stored(index) else Path(index.paths[0]).name
+        return name[:63]
 
     def has_trunk(self, index: ModelIndex) -> bool:
         """Whether everything that a router needs of a model is on this machine."""

@@ -1,0 +1,139 @@
+"""Whole nodes of which only one has the model's file: the others fetch what they hold of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lan_rig import Host, lan, needs_namespaces
+from test_agents import ANSWER, QUESTION, _stock_answer
+
+from node.demo_model import demo_model
+from node.model_pieces import expert_numbers, trunk_numbers
+from node.model_store import ModelStore
+from node.swarm_key import SwarmKey
+
+pytestmark = [pytest.mark.slow, needs_namespaces]
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Iterator[list[Host]]:
+    with lan(tmp_path, ["one", "two", "three"]) as hosts:
+        yield hosts
+
+
+KEY = SwarmKey.generate().text()
+
+
+def _environment(host: Host) -> dict[str, str]:
+    """Nothing of this machine's model files or caches, and a key of the swarm's own."""
+    home = host.folder / "home"
+    home.mkdir(exist_ok=True)
+    cache = str(host.folder / "cache")
+    return {"HOME": str(home), "SWARM_CACHE_DIR": cache, "XDG_CACHE_HOME": "", "SWARM_SWARM_KEY": KEY}
+
+
+def _start(host: Host, *arguments: str, **environment: str) -> None:
+    empty = host.folder / "empty"
+    empty.mkdir(exist_ok=True)
+    host.start(*arguments, cwd=empty, env=_environment(host) | environment)
+
+
+def _store(host: Host) -> Path:
+    (folder,) = [path for path in (host.folder / "cache" / "models").iterdir() if path.is_dir()]
+    return folder
+
+
+def _check_disk(host: Host, status: dict[str, Any], trunk: bool = False) -> None:
+    """A node's disk has what it holds, and takes what its pieces take."""
+    folder = _store(host)
+    with ModelStore(folder.parent).open(folder.name) or pytest.fail() as stored:
+        present, pieces, index = set(stored.present), stored.pieces, stored.index
+    node = next(node for node in status["nodes"] if node["name"] == host.name)
+    numbers = expert_numbers(pieces)
+    held = {numbers[layer, e] for layer, first, last in node["ready"] for e in range(first, last + 1)}
+    assert held <= present and present < set(range(len(pieces)))
+    assert set(trunk_numbers(pieces)) <= present if trunk else not set(trunk_numbers(pieces)) & present
+    claimed = sum(pieces[number].bytes for number in present)
+    ranges = sorted((p.offset, p.offset + p.bytes) for number in present for p in pieces[number].parts(index))
+    n_runs = 1 + sum(after[0] != before[1] for before, after in pairwise(ranges))
+    files = list(folder.iterdir())
+    taken = sum(path.lstat().st_blocks * 512 for path in files)
+    (sparse,) = [path for path in files if path.suffix == ".gguf"]
+    header = min(tensor.offset for tensor in index.tensors)
+    print(f"{host.name}: {claimed} bytes of pieces and {header} of header; {taken} taken, of {sparse.stat().st_size}")
+    # The demo model's tensors are small: each run of experts begins and ends within a block of 4 KiB.
+    assert claimed <= taken <= 1.01 * claimed + header + 4096 * (n_runs + len(files))
+
+
+def test_nodes_with_empty_disks_answer_as_stock_does(three: list[Host], tmp_path: Path) -> None:
+    model = demo_model()
+    expected = _stock_answer(model, tmp_path)
+    one, two, three_ = three
+    one.start("--model", str(model), cwd=one.folder, env=_environment(one) | {"SWARM_MODEL_REDUCE": "rows"})
+    for host in (two, three_):
+        _start(host)
+    started_s = time.monotonic()
+    for host in three:
+        host.wait_ready(3, within_s=60)
+    print(f"ready {time.monotonic() - started_s:.1f} s after the last start")
+    for host in three:
+        done = host.run("ask", "--max-tokens", "64", QUESTION)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.rstrip("\n") == expected.rstrip("\n")
+    status = _all_hold(one)
+    for host in (two, three_):
+        _check_disk(host, status)
+
+    # A node that is killed and comes back loads from its own disk.
+    assert len(list((two.folder / "cache" / "models").iterdir())) == 2  # the model, and the store's lock
+    before = _present(two)
+    two.processes[0].kill()
+    two.processes[0].wait()
+    deadline_s = time.monotonic() + 20
+    while one.status()["ready"]:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.2)
+    _start(two)
+    _all_hold(one)
+    assert _present(two) == before
+    assert one.run("ask", QUESTION).stdout.strip() == ANSWER
+
+
+def _present(host: Host) -> bytes:
+    return (_store(host) / "present").read_bytes()
+
+
+def _all_hold(host: Host) -> dict[str, Any]:
+    deadline_s = time.monotonic() + 60
+    while True:
+        status = host.wait_ready(3, within_s=60)
+        if all(node["planned"] and node["ready"] == node["planned"] for node in status["nodes"]):
+            return status
+        assert time.monotonic() < deadline_s, (status, host.log()[-2000:])
+        time.sleep(0.2)
+
+
+def test_a_router_without_the_file_fetches_the_trunk(three: list[Host], tmp_path: Path) -> None:
+    model = demo_model()
+    expected = _stock_answer(model, tmp_path)
+    one, two, three_ = three
+    one.start("--model", str(model), cwd=one.folder, env=_environment(one) | {"SWARM_ROUTER_ENABLED": "false"})
+    for host in (two, three_):
+        _start(host, SWARM_MODEL_REDUCE="rows")
+    for host in three:
+        status = host.wait_ready(3, within_s=90)
+    router = status["router"]["name"]
+    assert router in ("two", "three")
+    for host in three:
+        done = host.run("ask", "--max-tokens", "64", QUESTION)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.rstrip("\n") == expected.rstrip("\n")
+    status = _all_hold(one)
+    for host in (two, three_):
+        _check_disk(host, status, trunk=host.name == router)
+    assert status["model"]["file"] == model.name
