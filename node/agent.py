@@ -138,16 +138,19 @@ class Agent:
         is silent for the moment, and where everything that a router needs is to be had."""
         if self.fetched is None or self.role is not None:
             return self.role is not None
-        peers = self.membership.known(time.monotonic()).values()
-        if any(peer.record.can_route and not peer.record.fetches for peer in peers):
+        if self._is_routed_by_others() or self.fetched.model_id not in self._programs:
             return False
         offered = any(
             offer.id == self.fetched.model_id and (offer.whole or offer.trunk)
-            for peer in peers
-            if peer.alive
+            for peer in self.membership.alive(time.monotonic()).values()
             for offer in peer.record.offers
         )
         return offered or self.shared.has_trunk(self.fetched)
+
+    def _is_routed_by_others(self) -> bool:
+        """Whether a node that has its model's file can route, be it silent for the moment."""
+        peers = self.membership.known(time.monotonic()).values()
+        return any(peer.record.can_route and not peer.record.fetches for peer in peers)
 
     def _sources(self, model_id: str) -> dict[str, str]:
         """The live nodes that offer a model: name by URL."""
@@ -258,17 +261,20 @@ class Agent:
                     self._problem = problem
 
     async def _follow_model(self) -> None:
-        """Without a model to serve by itself, this node takes part in the swarm's, whose header it fetches at once: so it can
-        route where none of those can that have the file."""
-        if self.served is not None or self._told or self.routing_node() is not None or not self._can_route:
+        """Where nobody who has the model's file can route, this node fetches the header of one that the others have, so that it
+        can."""
+        if self._told or self.fetched is not None or not self._can_route or self.routing_node() is not None:
+            return
+        if self._is_routed_by_others():
             return
         alive = self.membership.alive(time.monotonic()).values()
         models = {peer.record.model.id: peer.record.model for peer in alive if peer.record.model is not None}
-        if not models or (self.fetched is not None and self.fetched.model_id in models):
+        if not models:
             return
+        # Errors are those of a node that holds experts as well, which then tells them.
         with contextlib.suppress(SwarmError, FileNotFoundError):
-            index = self.shared.look_up(models[min(models)])
-            if index is not None:
+            index = self._copy_of(models[min(models)])
+            if index is not None and self.shared.is_stored(index):
                 await self._programs_of(index, "")
                 self.fetched = index
 
@@ -337,6 +343,8 @@ class Agent:
         index = self._copy_of(record.model)
         if index is not None:
             self.holder.want(index, await self._programs_of(index, url), mine)
+            if self.shared.is_stored(index):
+                self.fetched = index
 
     def _copy_of(self, model: Model) -> ModelIndex | None:
         """This node's own file of a model, else the one into which it fetches; None while neither is known. Raises ModelError."""
