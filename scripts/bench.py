@@ -1,174 +1,134 @@
-"""The suites of scripts/bench: the same llama-bench run over each way to compute the experts, interleaved in one run."""
+"""Measures the swarm beside what one would run instead: stock llama.cpp and llama.cpp's RPC backend, in one run."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import platform
-import socket
 import statistics
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from bench_call import call_costs, print_calls
+from bench_chats import failover, print_failover, print_users, users
+from bench_link import RATES_MBIT_S, ROUND_TRIPS_MS, lan, print_lan
+from bench_ways import STOCK, Way, llama_bench, rpc_server, rpc_way, swarm, swarm_way
+from bench_wire import print_wire, wire
 
 import kernels
+from node import polling
 from node.demo_model import demo_model
-from node.layer_programs import EXPERT_TENSOR_PATTERN, read_programs, swarm_backend_path
-from node.local_swarm import LocalSwarmOptions, expert_servers
 from node.model_index import ModelIndex, read_model
+from node.paths import cache_dir
+from node.routing import RoutingTable
+from node.synthetic_model import SHAPES, write_synthetic_model
 
-# tokens generated (decode) and tokens of the prompt (prompt)
-N_DECODE, N_PROMPT = 64, 512
-SUITES = ("call", "decode", "prompt")
-
-
-@dataclass
-class Way:
-    """A way to compute the experts: what llama-bench needs for it, and its figures in tokens a second by suite."""
-
-    name: str
-    arguments: list[str] = field(default_factory=list)
-    environment: dict[str, str] = field(default_factory=dict)
-    samples: dict[str, list[float]] = field(default_factory=dict)
-
-
-async def llama_bench(options: argparse.Namespace, model: str, way: Way, suite: str) -> float:
-    """Tokens a second of one llama-bench run, the mean of its repetitions."""
-    size = ["-p", "0", "-n", str(N_DECODE)] if suite == "decode" else ["-p", str(N_PROMPT), "-n", "0"]
-    process = await asyncio.create_subprocess_exec(
-        str(kernels.native_path("llama-bench")),
-        *("-m", model, "-t", str(options.threads), "--poll", "0", "-r", "1", "-o", "json"),
-        *size,
-        *way.arguments,
-        env={**os.environ, **way.environment},
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    output, errors = await process.communicate()
-    if process.returncode != 0:
-        raise SystemExit(f"bench: {way.name}, {suite}: llama-bench failed:\n{errors.decode()[-2000:]}")
-    (result,) = json.loads(output)
-    return float(result["avg_ts"])
+SUITES = {
+    "call": "one expert call: the cost beside computing",
+    "decode": "tokens generated: stock, RPC, the swarm with each number of servers",
+    "prompt": "a prompt read, the same",
+    "lan": "decode and prompt through links of 0.25 to 5 ms and 1,000 or 100 Mbit/s",
+    "users": "1, 2, 4 and 8 chats at once, on the 0.5 ms link",
+    "wire": "bytes of expert calls by mode and float format, and the formats' effect",
+    "failover": "a server dies in the middle of an answer, and another holds its experts",
+}
 
 
-@contextlib.asynccontextmanager
-async def rpc_server(options: argparse.Namespace, log_folder: Path) -> AsyncIterator[str]:
-    """llama.cpp's RPC server on loopback; its HOST:PORT."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with (log_folder / "rpc.log").open("wb") as log:
-        process = await asyncio.create_subprocess_exec(
-            str(kernels.native_path("ggml-rpc-server")),
-            *("-H", "127.0.0.1", "-p", str(port), "-t", str(options.threads)),
-            stdout=log,
-            stderr=log,
-        )
-    try:
-        for _ in range(100):
-            try:
-                _, writer = await asyncio.open_connection("127.0.0.1", port)
-            except OSError:
-                await asyncio.sleep(0.1)
-                continue
-            writer.close()
-            break
-        yield f"127.0.0.1:{port}"
-    finally:
-        process.kill()
-        await process.wait()
-
-
-@contextlib.asynccontextmanager
-async def swarm(index: ModelIndex, nodes: int, options: argparse.Namespace, folder: Path) -> AsyncIterator[list[Way]]:
-    """The ways through expert servers that share every layer: one for each of `rows` and `sum`."""
-    programs = await read_programs(index)
-    swarm_options = LocalSwarmOptions(nodes=nodes, expert_threads=options.threads)
-    async with expert_servers(index, programs, swarm_options, log_folder=folder) as (_, table):
-        ways = []
-        for reduce in ("rows", "sum"):
-            path = folder / f"{nodes}-{reduce}.json"
-            path.write_text(json.dumps(json.loads(table.to_json()) | {"reduce": reduce}))
-            ways.append(
-                Way(
-                    f"swarm, {nodes} server{'s' * (nodes > 1)}, {reduce}",
-                    ["-ot", f"{EXPERT_TENSOR_PATTERN}=Swarm"],
-                    {"GGML_BACKEND_PATH": str(swarm_backend_path()), "SWARM_TABLE": str(path)},
-                )
-            )
-        yield ways
-
-
-async def run(options: argparse.Namespace) -> list[Way]:
-    model = str(options.model or demo_model())
-    index = read_model(model)
-    with tempfile.TemporaryDirectory(prefix="swarm-bench-") as name:
-        async with contextlib.AsyncExitStack() as stack:
-            ways = [Way("stock llama.cpp")]
-            endpoint = await stack.enter_async_context(rpc_server(options, Path(name)))
-            pattern = EXPERT_TENSOR_PATTERN
-            ways.append(
-                Way("llama.cpp RPC, 1 server", ["--rpc", endpoint, "-ngl", "0", "-ot", f"{pattern}=RPC0[{endpoint}]"])
-            )
-            for nodes in options.servers:
-                folder = Path(name) / str(nodes)
-                folder.mkdir()
-                ways += await stack.enter_async_context(swarm(index, nodes, options, folder))
-            # Interleaved, so that a slow minute of the machine falls on all of them.
-            for number in range(options.repeat):
-                for suite in (suite for suite in options.suites if suite != "call"):
-                    for way in ways:
-                        print(
-                            f"\r\033[K{suite}, round {number + 1} of {options.repeat}: {way.name}",
-                            end="",
-                            file=sys.stderr,
-                        )
-                        way.samples.setdefault(suite, []).append(await llama_bench(options, model, way, suite))
-            print("\r\033[K", end="", file=sys.stderr)
-    return ways
-
-
-async def run_calls(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The suite `call`: of each number of servers the run with the median of the repeated runs' medians."""
-    rows = []
-    for servers in options.call_servers:
-        runs = [await call_costs(servers, options.call_rounds, threads=options.threads) for _ in range(options.repeat)]
-        rows.append(sorted(runs, key=lambda run: float(run["p50_us"]))[len(runs) // 2])
-    return rows
-
-
-def report(options: argparse.Namespace, ways: list[Way], calls: list[dict[str, Any]]) -> dict[str, Any]:
-    def figures(samples: list[float], stock: list[float]) -> Mapping[str, float]:
-        return {
-            "median": statistics.median(samples),
-            "least": min(samples),
-            "most": max(samples),
-            "of_stock": statistics.median(samples) / statistics.median(stock),
-        }
-
-    stock = ways[0].samples if ways else {}
+async def tokens(options: argparse.Namespace, index: ModelIndex, model: str, folder: Path) -> dict[str, Any]:
+    """The suites `decode` and `prompt`."""
+    suites = [suite for suite in ("decode", "prompt") if suite in options.suites]
+    samples: dict[str, dict[str, list[float]]] = {suite: {} for suite in suites}
+    async with contextlib.AsyncExitStack() as stack:
+        port = await stack.enter_async_context(rpc_server(options, folder))
+        ways = [STOCK, rpc_way(f"127.0.0.1:{port}")]
+        for servers in options.servers:
+            table = await stack.enter_async_context(swarm(index, servers, options, folder / str(servers)))
+            ways += [_swarm(table, folder, servers, reduce) for reduce in ("rows", "sum")]
+        # Interleaved, so that a slow minute of the machine falls on all of them.
+        for number in range(options.repeat):
+            for suite in suites:
+                for way in ways:
+                    options.progress(f"{suite}, round {number + 1} of {options.repeat}: {way.name}")
+                    size = {suite: options.prompt_tokens if suite == "prompt" else options.decode_tokens}
+                    samples[suite].setdefault(way.name, []).append(await llama_bench(options, model, way, **size))
     return {
+        suite: {name: _figures(values, by_way[STOCK.name]) for name, values in by_way.items()}
+        for suite, by_way in samples.items()
+    }
+
+
+def _swarm(table: RoutingTable, folder: Path, servers: int, reduce: str) -> Way:
+    name = f"swarm, {servers} server{'s' * (servers > 1)}, {reduce}"
+    return swarm_way(dataclasses.replace(table, reduce=reduce), folder / f"{servers}-{reduce}.json", name)
+
+
+def _figures(samples: list[float], stock: list[float]) -> dict[str, float]:
+    return {
+        "median": statistics.median(samples),
+        "least": min(samples),
+        "most": max(samples),
+        "of_stock": statistics.median(samples) / statistics.median(stock),
+    }
+
+
+async def calls(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The suite `call`: of each number of servers the run with the median of the repeated runs' medians, with and
+    without brief polling."""
+    runs: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for _ in range(options.repeat):
+        for servers in options.call_servers:
+            for poll_us in (options.poll_us, 0) if options.poll_us else (0,):
+                options.progress(f"call: {servers} servers")
+                one = await call_costs(servers, options.call_rounds, poll_us, threads=options.threads)
+                runs.setdefault((servers, poll_us), []).append(one)
+    return [sorted(of, key=lambda run: float(run["p50_us"]))[len(of) // 2] for of in runs.values()]
+
+
+async def run(options: argparse.Namespace) -> dict[str, Any]:
+    model = str(_model(options))
+    index = read_model(model)
+    wanted = options.suites
+    document: dict[str, Any] = {
         "machine": f"{platform.machine()}, {_cpu_name()}, {kernels.cpu_quota():g} cores",
         "build": kernels.build_id(),
-        "model": str(options.model or "demo"),
+        "model": options.shape or str(options.model or "demo"),
+        "layers": len(index.expert_layers),
         "threads_each_process": options.threads,
-        "polling": "off in every process",
-        "suites": {
-            suite: {way.name: figures(way.samples[suite], stock[suite]) for way in ways}
-            for suite in options.suites
-            if suite != "call"
-        },
-        "call": calls,
-        "load": os.getloadavg(),
+        "polling": f"expert calls {options.poll_us} us, while a core is free; ggml's threads none",
+        "load_before": os.getloadavg(),
     }
+    with tempfile.TemporaryDirectory(prefix="swarm-bench-") as name:
+        folder = Path(name)
+        if "call" in wanted:
+            document["call"] = await calls(options)
+        if {"decode", "prompt"} & set(wanted):
+            document["tokens"] = await tokens(options, index, model, folder)
+        if "lan" in wanted:
+            document["lan"] = await lan(options, index, model, folder)
+        if "users" in wanted:
+            document["users"] = await users(options, index, model, folder)
+        if "wire" in wanted:
+            document["wire"] = await wire(options, index, model, folder)
+        if "failover" in wanted:
+            document["failover"] = await failover(options, index, model, folder)
+    return document
+
+
+def _model(options: argparse.Namespace) -> Path:
+    if options.shape is None:
+        return Path(options.model or demo_model())
+    path = cache_dir() / f"bench-{options.shape}-{options.layers}.gguf"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        options.progress(f"writing {options.layers} layers of {options.shape}")
+        write_synthetic_model(SHAPES[options.shape], path, layers=options.layers)
+    return path
 
 
 def _cpu_name() -> str:
@@ -179,38 +139,70 @@ def _cpu_name() -> str:
     return platform.processor() or "unknown processor"
 
 
-def print_table(document: dict[str, Any]) -> None:
-    print(f"{document['machine']}; model: {document['model']}; build {document['build']}")
-    print(f"threads of each process: {document['threads_each_process']}; polling {document['polling']}")
-    print(f"load of the machine at the end: {' '.join(f'{load:.1f}' for load in document['load'])}\n")
-    if document["call"]:
+def print_tables(options: argparse.Namespace, document: dict[str, Any]) -> None:
+    layers = f"{document['layers']} layers with experts"
+    print(f"{document['machine']}; model: {document['model']}, {layers}; build {document['build']}")
+    print(f"threads of each process: {document['threads_each_process']}; polling: {document['polling']}")
+    load = ", ".join(" ".join(f"{load:.1f}" for load in document[when]) for when in ("load_before", "load_after"))
+    print(f"load of the machine before and at the end: {load}; medians of {options.repeat} interleaved rounds\n")
+    if "call" in document:
         print_calls(document["call"])
-    for suite, by_way in document["suites"].items():
-        print(f"{suite} ({N_DECODE if suite == 'decode' else N_PROMPT} tokens)")
+    for suite, by_way in document.get("tokens", {}).items():
+        print(f"{suite} ({options.decode_tokens if suite == 'decode' else options.prompt_tokens} tokens)")
         print(f"  {'':28} {'tokens/s':>9} {'least':>9} {'most':>9} {'of stock':>9}")
         for name, row in by_way.items():
             print(f"  {name:28} {row['median']:9.1f} {row['least']:9.1f} {row['most']:9.1f} {row['of_stock']:9.2f}")
         print()
+    if "lan" in document:
+        print_lan(document["lan"], options.prompt_tokens)
+    if "users" in document:
+        print_users(document["users"])
+    if "wire" in document:
+        print_wire(document["wire"])
+    if "failover" in document:
+        print_failover(document["failover"])
+
+
+def _progress(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="scripts/bench", description=__doc__)
-    parser.add_argument("--model", type=Path, help="a Mixture-of-Experts GGUF (default: the demo model)")
-    parser.add_argument("--threads", type=int, default=1, help="threads of each process (default: 1)")
-    parser.add_argument("--repeat", type=int, default=5, help="rounds; the table shows medians (default: 5)")
-    parser.add_argument("--servers", type=int, nargs="+", default=[1, 2], help="swarm sizes (default: 1 2)")
-    parser.add_argument("--suites", nargs="+", choices=SUITES, default=SUITES)
-    parser.add_argument("--call-servers", type=int, nargs="+", default=[1, 2, 4], help="for call (default: 1 2 4)")
-    parser.add_argument("--call-rounds", type=int, default=5000, help="calls of one run (default: 5000)")
-    parser.add_argument("--json", action="store_true", help="JSON instead of the table")
+    suites = "\n".join(f"  {name:9} {doc}" for name, doc in SUITES.items())
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench",
+        description=f"{__doc__}\n\nsuites:\n{suites}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--suites", nargs="+", choices=SUITES, default=list(SUITES), metavar="SUITE", help="default: all")
+    add("--model", type=Path, help="a Mixture-of-Experts GGUF (default: the demo model)")
+    add("--shape", choices=SHAPES, help="instead: a model of random weights of this shape")
+    add("--layers", type=int, default=4, help="layers of --shape (default: 4; a layer of qwen3-30b-a3b has 0.35 GB)")
+    add("--threads", type=int, default=1, help="threads of each process (default: 1)")
+    add("--repeat", type=int, default=5, help="rounds; the tables show medians (default: 5)")
+    add("--servers", type=int, nargs="+", default=[1, 2, 4], help="for decode and prompt (default: 1 2 4)")
+    add("--decode-tokens", type=int, default=64, help="tokens of decode (default: 64)")
+    add("--prompt-tokens", type=int, default=512, help="tokens of a prompt (default: 512)")
+    add("--call-servers", type=int, nargs="+", default=[1, 2, 4, 8], help="for call (default: 1 2 4 8)")
+    add("--call-rounds", type=int, default=5000, help="calls of one run (default: 5000)")
+    add("--round-trips", type=float, nargs="+", default=ROUND_TRIPS_MS, metavar="MS", help="for lan")
+    add("--rates", type=float, nargs="+", default=RATES_MBIT_S, metavar="MBIT_S", help="for lan")
+    add("--wire-servers", type=int, nargs="+", default=[1, 2, 4], help="for wire (default: 1 2 4)")
+    add("--poll-us", type=int, default=polling.DEFAULT_US, help="setting [node] poll_us (default: %(default)s)")
+    add("--json", action="store_true", help="JSON instead of the tables")
     options = parser.parse_args()
-    calls = asyncio.run(run_calls(options)) if "call" in options.suites else []
-    ways = asyncio.run(run(options)) if set(options.suites) - {"call"} else []
-    document = report(options, ways, calls)
+    options.progress = _progress
+    os.environ[polling.VARIABLE] = str(options.poll_us)
+    document = asyncio.run(run(options))
+    document["load_after"] = os.getloadavg()
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr)
     if options.json:
         print(json.dumps(document, indent=1))
     else:
-        print_table(document)
+        print_tables(options, document)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 
 import kernels
+from node import polling
 from node.expert_process import ExpertProcess, SliceOrder
 from node.routing import RoutingNode, RoutingSlice, RoutingTable, even_split
 from node.swiglu import SWIGLU_PROGRAM
@@ -19,8 +21,9 @@ from node.swiglu import SWIGLU_PROGRAM
 N_EMBD, N_FF, N_EXPERT = 3072, 4, 8
 
 
-async def call_costs(n_servers: int, rounds: int, reduce: str = "sum", threads: int = 1) -> dict[str, Any]:
-    """Times in microseconds of calls for one token that uses one expert on each of the servers."""
+async def call_costs(n_servers: int, rounds: int, poll_us: int, threads: int = 1) -> dict[str, Any]:
+    """Times in microseconds of calls for one token that uses one expert on each of the servers, in mode `sum`."""
+    environment = {polling.VARIABLE: str(poll_us)}
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="swarm-bench-")))
         generator = np.random.default_rng(0)
@@ -33,7 +36,9 @@ async def call_costs(n_servers: int, rounds: int, reduce: str = "sum", threads: 
                 file.write(values.tobytes())
         nodes, slices = [], []
         for number, (first, last) in enumerate(even_split(N_EXPERT, n_servers)):
-            server = ExpertProcess(f"n{number}", threads=threads, stderr=folder / f"{number}.log")
+            server = ExpertProcess(
+                f"n{number}", threads=threads, stderr=folder / f"{number}.log", environment=environment
+            )
             await server.start()
             stack.push_async_callback(server.stop)
             described = {}
@@ -51,12 +56,13 @@ async def call_costs(n_servers: int, rounds: int, reduce: str = "sum", threads: 
                 raise SystemExit(f"bench: {answer.reason}")
             nodes.append(RoutingNode(f"n{number}", "127.0.0.1", server.port))
             slices.append(RoutingSlice(0, first, last, (number,)))
-        table = RoutingTable("bench", tuple(nodes), tuple(slices), 1, 1, reduce=reduce, deadline_floor_ms=10_000)
+        table = RoutingTable("bench", tuple(nodes), tuple(slices), 1, 1, reduce="sum", deadline_floor_ms=10_000)
         (folder / "table.json").write_text(table.to_json())
         process = await asyncio.create_subprocess_exec(
             str(kernels.native_path("swarm-bench-call")),
             str(folder / "table.json"),
             *(str(value) for value in (kernels.Program(SWIGLU_PROGRAM).digest, N_EMBD, n_servers, N_EXPERT, rounds, 1)),
+            env={**os.environ, **environment},
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )
@@ -64,16 +70,17 @@ async def call_costs(n_servers: int, rounds: int, reduce: str = "sum", threads: 
         if process.returncode != 0:
             raise SystemExit(f"bench: {errors.decode()[-2000:]}")
         measured = json.loads(output)
-        return {"servers": n_servers, "reduce": reduce, "rounds": rounds, **measured}
+        polled = "off" if poll_us == 0 else f"{poll_us} us"
+        return {"servers": n_servers, "reduce": "sum", "polling": polled, "rounds": rounds, **measured}
 
 
 def print_calls(rows: list[dict[str, Any]]) -> None:
     print(f"call (1 token, n_embd {N_EMBD}, one expert of {N_FF} on each server, f32; microseconds)")
-    names = ("p50", "p99", "least", "encode", "decode", "compute")
-    print(f"  {'servers':>7} {'reduce':>6} " + " ".join(f"{name:>8}" for name in (*names, "the rest")))
+    print("  a round's p50, p99 and least; of an average round: splitting and sending, waiting, adding up;")
+    print("  of these: making a request, reading a reply; of waiting: computing, as a server says")
+    names = ("p50", "p99", "least", "send", "wait", "add", "encode", "decode", "compute")
+    print(f"  {'servers':>7} {'polling':>7} " + " ".join(f"{name:>8}" for name in names))
     for row in rows:
-        # A round's median less what was measured of its parts; for several servers the parts overlap.
-        rest = row["p50_us"] - row["encode_us"] - row["decode_us"] - row["compute_us"]
-        values = [*(row[f"{name}_us"] for name in names), rest]
-        print(f"  {row['servers']:7} {row['reduce']:>6} " + " ".join(f"{value:8.1f}" for value in values))
+        values = [row[f"{name}_us"] for name in names]
+        print(f"  {row['servers']:7} {row['polling']:>7} " + " ".join(f"{value:8.1f}" for value in values))
     print()

@@ -95,7 +95,8 @@ int main(int argc, char ** argv) {
     const int         rounds = std::atoi(argv[6]), n_tokens = std::atoi(argv[7]);
     std::string       problem;
     const auto        table = RoutingTable::parse(text, problem);
-    Caller            caller;
+    const char * const poll_us = std::getenv("SWARM_NODE_POLL_US");
+    Caller             caller("", std::chrono::microseconds(poll_us != nullptr ? std::atol(poll_us) : 300));
     if (n_embd < 1 || n_used < 1 || n_expert < n_used || rounds < 1 || n_tokens < 1 || !table || !caller.set_table(table)) {
         std::fprintf(stderr, "swarm-bench-call: bad argument %s\n", problem.c_str());
         return 2;
@@ -122,9 +123,11 @@ int main(int argc, char ** argv) {
     std::vector<double> us;
     Failure             failure;
     Statistics          before;
+    Trace               trace_before;
     for (int round = -std::max(50, rounds / 10); round < rounds; round++) {
         if (round == 0) {
-            before = caller.statistics();
+            before       = caller.statistics();
+            trace_before = caller.trace();
         }
         const auto begun = Clock::now();
         if (!caller.ffn(input, out.data(), failure)) {
@@ -143,12 +146,17 @@ int main(int argc, char ** argv) {
         sent += double(after.nodes[i].bytes_sent - before.nodes[i].bytes_sent);
         received += double(after.nodes[i].bytes_received - before.nodes[i].bytes_received);
     }
+    const auto layer_of = [](const Trace & trace) { return trace.layers.empty() ? LayerTrace() : trace.layers.front().counters; };
+    const LayerTrace from = layer_of(trace_before), to = layer_of(caller.trace());
+    const auto       us_of_round = [&](uint64_t LayerTrace::*part) { return double(to.*part - from.*part) / 1000 / rounds; };
     double encode_us = 0, decode_us = 0;
     codec(input, *table, encode_us, decode_us);
     std::sort(us.begin(), us.end());
     std::printf("{\"p50_us\": %.1f, \"p99_us\": %.1f, \"least_us\": %.1f, \"encode_us\": %.1f, \"decode_us\": %.1f, "
-                "\"compute_us\": %.1f, \"bytes_sent\": %.0f, \"bytes_received\": %.0f}\n",
-                percentile(us, 0.5), percentile(us, 0.99), us.front(), encode_us, decode_us, compute_us / calls, sent / calls,
+                "\"send_us\": %.1f, \"wait_us\": %.1f, \"add_us\": %.1f, \"compute_us\": %.1f, \"bytes_sent\": %.0f, \"bytes_received\": %.0f}\n",
+                percentile(us, 0.5), percentile(us, 0.99), us.front(), encode_us, decode_us,
+                us_of_round(&LayerTrace::encode_ns), us_of_round(&LayerTrace::wait_ns), us_of_round(&LayerTrace::add_ns),
+                compute_us / calls, sent / calls,
                 received / calls);
     return 0;
 }
