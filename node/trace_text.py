@@ -17,8 +17,8 @@ HEIGHT = 23
 _COLUMNS = 3
 _NODES_MAX = 6
 _NAME_MAX = 11
-# When one node has so much of the waiting, it is named in its place.
-_CULPRIT_SHARE = 0.6
+# From these shares of the waiting on, the headline names a node.
+_MOST, _NEARLY_ALL = 0.6, 0.9
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def headline(shown: Figures) -> str:
         return "no time was counted"
     waiting = (parts.wait_ms, _waiting(shown))
     others = [
-        (parts.trunk_ms, "in the trunk"),
+        (parts.trunk_ms, "trunk"),
         (parts.ask_ms, "making requests"),
         (parts.add_ms, "adding up replies"),
         (parts.between_ms, "between tokens"),
@@ -85,18 +85,17 @@ def headline(shown: Figures) -> str:
 def _waiting(shown: Figures) -> str:
     if not shown.nodes:
         return "waiting"
-    worst = shown.nodes[0]
-    if worst.wait_ms >= _CULPRIT_SHARE * shown.parts.wait_ms:
-        name, of = _cut(worst.name, _NAME_MAX), [worst]
-    else:
-        name, of = "experts", list(shown.nodes)
+    worst, share = shown.nodes[0], shown.nodes[0].wait_ms / (shown.parts.wait_ms or 1.0)
+    whom = " for experts"
+    if share >= _MOST:
+        whom = f"{' for' if share >= _NEARLY_ALL else ', most for'} {_cut(worst.name, _NAME_MAX)}"
     causes = [
-        ("compute", sum(node.wait_compute_ms for node in of)),
-        ("network", sum(node.wait_network_ms for node in of)),
-        ("queue", sum(node.wait_queue_ms for node in of)),
+        ("compute", sum(node.wait_compute_ms for node in shown.nodes)),
+        ("network", sum(node.wait_network_ms for node in shown.nodes)),
+        ("queue", sum(node.wait_queue_ms for node in shown.nodes)),
     ]
     named = [f"{what} {ms_text(ms)}" for what, ms in causes if what != "queue" or ms >= 0.05 * shown.parts.wait_ms]
-    return f"waiting for {name}: {', '.join(named)} ms"
+    return f"waiting{whom}: {', '.join(named)} ms"
 
 
 def _bar_of_all(parts: Parts, plain: bool) -> Text:

@@ -215,17 +215,25 @@ def test_the_headline_names_who_is_waited_for() -> None:
     def of(parts: Parts, *nodes: NodeFigures) -> str:
         return headline(Figures(30, 1.0, parts, layer_figures([(1, 1, 1, 1)]), nodes, 0.0))
 
-    beta, gamma = node_figures("beta", 3.5, 3.1), node_figures("gamma", 0.5, 0.2)
+    beta, gamma = node_figures("beta", 3.7, 3.2), node_figures("gamma", 0.3, 0.2)
     assert of(Parts(1, 0.5, 4, 0.25, 0.25), beta, gamma) == (
-        "67 % waiting for beta: compute 3.10, network 0.400 ms; 17 % in the trunk"
+        "67 % waiting for beta: compute 3.40, network 0.600 ms; 17 % trunk"
+    )
+    assert of(Parts(1, 0.5, 4, 0.25, 0.25), node_figures("beta", 3, 2), node_figures("gamma", 1, 0.5)) == (
+        "67 % waiting, most for beta: compute 2.50, network 1.50 ms; 17 % trunk"
     )
     # None of them has most of it.
     assert of(Parts(1, 0.5, 4, 0.25, 0.25), node_figures("beta", 2, 1), node_figures("gamma", 2, 1.5)) == (
-        "67 % waiting for experts: compute 2.50, network 1.50 ms; 17 % in the trunk"
+        "67 % waiting for experts: compute 2.50, network 1.50 ms; 17 % trunk"
     )
     assert of(Parts(10, 0.5, 4, 0.25, 0.25), node_figures("beta", 4, 1, 2)) == (
-        "67 % in the trunk; 27 % waiting for beta: compute 1.00, network 1.00, queue 2.00 ms"
-    )[:WIDTH - 1] + "~"  # fmt: skip
+        "67 % trunk; 27 % waiting for beta: compute 1.00, network 1.00, queue 2.00 ms"
+    )
+    # What does not fit is left out, of what is less.
+    long = node_figures("b" * 40, 3.5, 1, 2)
+    assert of(Parts(0, 0.5, 4, 0.25, 0.75), long) == (
+        "73 % waiting, most for bbbbbbbbbb~: compute 1.00, network 0.500, queue 2.00 ms"
+    )
     assert of(Parts(0, 0, 4, 0, 9), beta).startswith("69 % between tokens; 31 % waiting for beta: ")
     assert of(Parts()) == "no time was counted"
 
@@ -478,7 +486,7 @@ async def test_an_answer_is_asked_for_and_its_decode_shown_alone() -> None:
     lines = text.splitlines()
     # 30 layers of 0.1 + 0.36 ms, and 0.7 ms between tokens.
     assert lines[0] == "A token took 14.5 ms (llama-server: 14.5 ms), 69 a second, mean of 30 passes"
-    assert lines[1] == "62 % waiting for beta: compute 3.00, network 6.00 ms; 21 % in the trunk"
+    assert lines[1] == "62 % waiting for beta: compute 3.00, network 6.00 ms; 21 % trunk"
     assert lines[-1] == "Router alpha. Before them, the prompt: 1 token in 13.8 ms, 65 % of it waiting"
     assert "other request" not in text and "\x1b" not in text and len(lines) <= HEIGHT
     ((body, authorization),) = node.asked

@@ -95,7 +95,7 @@ async def test_one_screen_shows_it(swarm: LocalSwarm) -> None:
     print(done.stdout)
     assert len(lines) <= HEIGHT and max(map(len, lines)) <= WIDTH
     assert "\x1b" not in done.stdout
-    assert lines[0].startswith("A token took ") and "waiting for " in lines[1]
+    assert lines[0].startswith("A token took ") and " % waiting" in lines[1]
     assert {line.split()[0] for line in lines[7:10]} == {"alpha", "beta", "gamma"}
 
 
