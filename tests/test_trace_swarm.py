@@ -74,17 +74,20 @@ async def test_every_node_gives_the_routers_trace(swarm: LocalSwarm) -> None:
 
 @module_loop
 async def test_the_parts_are_what_llama_server_says_a_token_takes(swarm: LocalSwarm) -> None:
-    done = await trace(swarm, "gamma", "--json")
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    assert found["router"] == "alpha" and found["other_requests"] == 0
-    shown = found["figures"]
-    # One of 32 tokens comes from the prompt's last pass, and some were written before the first snapshot was made.
-    assert 1 <= shown["passes"] <= 31 and shown["rows"] == 1
-    assert shown["total_ms"] == pytest.approx(sum(shown["parts"].values()))
-    # The same time measured twice, if not of quite the same tokens: a part that is lacking or counted twice shows.
-    assert shown["total_ms"] == pytest.approx(found["timings"]["predicted_per_token_ms"], rel=0.5)
-    assert all(ms > 0 for ms in shown["parts"].values())
+    apart = []
+    for _ in range(3):
+        done = await trace(swarm, "gamma", "--json")
+        assert done.returncode == 0, done.stderr
+        found: dict[str, Any] = json.loads(done.stdout)
+        assert found["router"] == "alpha" and found["other_requests"] == 0
+        shown = found["figures"]
+        # One of 32 tokens comes from the prompt's last pass, and some were written before the first snapshot was made.
+        assert 1 <= shown["passes"] <= 31 and shown["rows"] == 1
+        assert shown["total_ms"] == pytest.approx(sum(shown["parts"].values()))
+        assert all(ms > 0 for ms in shown["parts"].values())
+        # The same time measured twice, if not of quite the same tokens: a part that is lacking or counted twice shows.
+        apart.append(abs(shown["total_ms"] / found["timings"]["predicted_per_token_ms"] - 1))
+    assert min(apart) < 0.1, apart
 
 
 @module_loop
