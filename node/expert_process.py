@@ -124,6 +124,9 @@ class ExpertProcess:
         self._stop_requested = asyncio.Event()
         # What the server said when it began to listen: version, build, host, port, device, devices.
         self.listening: dict[str, Any] = {}
+        #: Called in a thread with a model's id before its slices are loaded again after a crash; raises SwarmError when the
+        #: files are not what they were.
+        self.check_files: Callable[[str], None] = lambda model: None
         #: Whether the server shall measure its device when it starts. It is not asked again after a crash.
         self.measures_speed = False
         #: Expert weights that its device reads in a second; 0: not measured.
@@ -145,6 +148,11 @@ class ExpertProcess:
     def held_bytes(self) -> int:
         """Memory of the slices that are ready."""
         return sum(self._held_bytes.values())
+
+    @property
+    def held(self) -> frozenset[tuple[str, int, int, int]]:
+        """What was loaded, and will be again after a crash: (model, layer, first, last)."""
+        return frozenset(self._held)
 
     @property
     def running(self) -> bool:
@@ -286,6 +294,13 @@ class ExpertProcess:
             return
         failed = []
         for model, slices in by_model.items():
+            try:
+                await asyncio.to_thread(self.check_files, model)
+            except SwarmError as error:
+                for held in slices:
+                    self._held.pop((model, held.order.layer, held.order.first, held.order.last), None)
+                failed.append(str(error))
+                continue
             for answer in await self._load(self._current(), model, slices, None):
                 if answer.reason is not None:
                     self._held.pop((model, answer.layer, answer.first, answer.last), None)

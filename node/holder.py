@@ -63,6 +63,7 @@ class Holder:
             stderr=log_path,
             on_event=self._process_event,
         )
+        self.process.check_files = self._check_files
 
     @property
     def model_id(self) -> str | None:
@@ -178,6 +179,11 @@ class Holder:
         layer, first, last = piece
         return index.expert_bytes(layer) * (last - first + 1) // max(index.n_expert, 1)
 
+    def _check_files(self, model_id: str) -> None:
+        index = self._held_model
+        if index is not None and index.model_id == model_id:
+            self._check_file(index)
+
     def _tell(self, problem: str) -> None:
         self.problem = problem
         if problem:
@@ -189,6 +195,11 @@ class Holder:
             self._alive.clear()
         elif event.kind in ("started", "reloaded") and (event.kind == "reloaded" or not self._held):
             # A restarted server answers only once it has reloaded what it held.
+            lost = [piece for piece in self._held if (self.model_id, *piece) not in self.process.held]
+            for piece in lost:
+                del self._held[piece]
+            if lost:
+                self._wanted_changed.set()
             self._alive.set()
         elif event.kind == "gave_up":
             self.problem = event.message

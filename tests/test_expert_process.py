@@ -11,14 +11,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import aiohttp
 import pytest
 from server_rig import COMMAND, MODEL, call, get, is_gone, load, order, post, server, until, url
 
 from node import expert_process, wire
-from node.errors import ExpertProcessError, ExpertProcessExited, ExpertProcessGaveUp
+from node.errors import ExpertProcessError, ExpertProcessExited, ExpertProcessGaveUp, ModelError
 from node.expert_process import ExpertProcess, ProcessEvent
+from node.holder import Holder
 from node.parent_death import child_environment
 from node.paths import PYTHON_MODULE
 
@@ -51,6 +53,53 @@ async def test_load_and_drop() -> None:
         async with aiohttp.ClientSession() as session:
             slices = (await get(session, process, "/v1/stats"))[1]["slices"]
         assert [(one["layer"], one["state"]) for one in slices] == [(1, "failed"), (2, "ready")]
+
+
+async def test_files_that_changed_are_not_loaded_again_after_a_crash() -> None:
+    events: list[ProcessEvent] = []
+    asked: list[str] = []
+
+    def check(model: str) -> None:
+        asked.append(model)
+        raise ModelError("the file changed")
+
+    async with server(order(), on_event=events.append) as process, aiohttp.ClientSession() as session:
+        process.check_files = check
+        supervising = asyncio.create_task(process.supervise())
+        assert process.held == {(MODEL, 0, 2, 4)} and process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        await until(lambda: any(event.kind == "reloaded" for event in events), 10)
+        assert asked == [MODEL] and process.held == frozenset()
+        assert events[-1].message == "the file changed"
+        answer = await post(session, process, call())
+        assert isinstance(answer, wire.CallError)
+        await process.stop()
+        await asyncio.wait_for(supervising, 1)
+
+
+def test_a_holder_forgets_what_was_not_loaded_again(tmp_path: Path) -> None:
+    told: list[None] = []
+    holder = Holder(
+        "alpha",
+        host="127.0.0.1",
+        port=0,
+        device="CPU",
+        threads=1,
+        max_rows=1,
+        memory_bytes=1,
+        log_path=tmp_path / "log",
+        environment={},
+        on_change=lambda: told.append(None),
+    )
+    process = SimpleNamespace(held={(MODEL, 0, 0, 3), (MODEL, 1, 0, 3)})
+    holder.process = process  # type: ignore[assignment]
+    holder._held_model = SimpleNamespace(model_id=MODEL)  # type: ignore[assignment]
+    holder._held = {(0, 0, 3): 1, (1, 0, 3): 1}
+    holder._process_event(ProcessEvent("exited", "", -9))
+    assert holder.ready == ()
+    process.held = {(MODEL, 1, 0, 3)}
+    holder._process_event(ProcessEvent("reloaded", "the file changed"))
+    assert holder.ready == ((1, 0, 3),) and holder._wanted_changed.is_set() and len(told) == 2
 
 
 async def test_orders_without_a_process_are_refused() -> None:
