@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,8 @@ from node.model_index import ModelIndex
 from node.model_manifest import identified
 from node.records import Model
 
+# A file that changed while it was hashed is left in peace for so long: it may be in the middle of a download of an hour.
+_PAUSE_S = 10.0
 # Each change of a record goes to every node, so progress is told in steps.
 _STEP_PERCENT = 5
 
@@ -35,6 +38,7 @@ class KnownModels:
         self._local = local
         self._on_change = on_change
         self._ids: dict[Stamp, str] = {}
+        self._paused: dict[tuple[str, ...], tuple[float, str]] = {}  # until when, and why, by paths
         self._known: dict[str, tuple[ModelIndex, Stamp]] = {}  # by model id, as the files were
         self._one_at_a_time = asyncio.Lock()
         self._wanted: Model | None = None
@@ -54,7 +58,14 @@ class KnownModels:
         async with self._one_at_a_time:
             stamp = await asyncio.to_thread(file_stamp, index)
             if stamp not in self._ids:
-                self._ids[stamp] = (await self._hash(index)).model_id
+                until_s, why = self._paused.get(index.paths, (0.0, ""))
+                if time.monotonic() < until_s:
+                    raise ModelError(why)
+                try:
+                    self._ids[stamp] = (await self._hash(index)).model_id
+                except ModelError as error:
+                    self._paused[index.paths] = (time.monotonic() + _PAUSE_S, str(error))
+                    raise
             index = index.with_model_id(self._ids[stamp])
             self._known[index.model_id] = (index, stamp)
             return index

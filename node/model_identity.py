@@ -61,7 +61,7 @@ def local_manifest(
     current = read_model(index.paths[0])
     if current.header_digest != index.header_digest or current.tensors != index.tensors:
         raise _changed(index)
-    manifest = _compute(index, progress or (lambda done, total: None), stop or threading.Event())
+    manifest = _compute(index, stamp, progress or (lambda done, total: None), stop or threading.Event())
     if file_stamp(index) != stamp:
         raise _changed(index)
     try:
@@ -124,10 +124,10 @@ def _let_clock_pass(stamp: Stamp) -> None:
         time.sleep(step_s - age_s)
 
 
-def _compute(index: ModelIndex, progress: Progress, stop: threading.Event) -> Manifest:
+def _compute(index: ModelIndex, stamp: Stamp, progress: Progress, stop: threading.Event) -> Manifest:
     all_pieces = pieces(index)
     total = sum(piece.bytes for piece in all_pieces)
-    work = _Work(index, progress, stop, total)
+    work = _Work(index, stamp, progress, stop, total)
     digests = [b""] * len(all_pieces)
     with ThreadPoolExecutor(min(_WORKERS_MAX, default_threads()), thread_name_prefix="hash") as pool:
         pending = [pool.submit(work.hash_group, group) for group in _groups(index, all_pieces)]
@@ -159,9 +159,12 @@ def _groups(index: ModelIndex, all_pieces: tuple[Piece, ...]) -> list[list[Piece
 class _Work:
     """Hashes groups of pieces, in several threads."""
 
-    def __init__(self, index: ModelIndex, progress: Progress, stop: threading.Event, total_bytes: int) -> None:
+    def __init__(
+        self, index: ModelIndex, stamp: Stamp, progress: Progress, stop: threading.Event, total_bytes: int
+    ) -> None:
         self.abandoned = threading.Event()  # because another group failed
         self._index = index
+        self._stamp = stamp
         self._progress = progress
         self._stop = stop
         self._total_bytes = total_bytes
@@ -170,6 +173,9 @@ class _Work:
 
     def hash_group(self, group: list[Piece]) -> list[tuple[int, bytes]]:
         """(number, SHA-256) of each piece of the group. Goes through the file tensor by tensor, not expert by expert."""
+        # A file that is still being written shall not be read to its end, again and again.
+        if file_stamp(self._index) != self._stamp:
+            raise _changed(self._index)
         hashes = [hashlib.sha256() for _ in group]
         parts = [piece.parts(self._index) for piece in group]
         buffer = memoryview(bytearray(min(_READ_BYTES, max(piece.bytes for piece in group))))

@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -146,6 +147,36 @@ async def test_who_stops_waits_for_the_threads(a: Path, here: Path, monkeypatch:
         await work
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("hash")]
     assert models.progress is None and not list((here.parent / "cache").rglob("*.manifest"))
+
+
+async def test_a_file_that_is_being_written_is_left_in_peace(
+    a: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = await served(a)
+    path = here / "model.gguf"
+    shutil.copyfile(a, path)
+    read = 0
+
+    def report(self: KnownModels, *_: object) -> None:
+        nonlocal read
+        read += 1
+        os.utime(path)
+
+    models = known()
+    with monkeypatch.context() as patch:
+        patch.setattr(KnownModels, "_report", report)
+        for _ in range(3):
+            with pytest.raises(ModelError, match=r"model\.gguf changed while it was read"):
+                await models.find(model)
+    # Once, and not to the end.
+    assert 0 < read < 20
+    with pytest.raises(ModelError, match="changed while"):
+        await models.find(model)
+    # Until the pause is over.
+    ((paths, (until_s, why)),) = models._paused.items()
+    assert 0 < until_s - time.monotonic() <= known_models._PAUSE_S
+    models._paused[paths] = (time.monotonic(), why)
+    assert (await models.find(model)).model_id == model.id
 
 
 async def test_a_file_that_is_replaced_is_not_loaded(a: Path, here: Path) -> None:

@@ -145,7 +145,7 @@ def test_a_file_that_changes_meanwhile(model: Path, kept: Path) -> None:
 
 def test_a_file_that_is_cut_or_gone(model: Path, kept: Path) -> None:
     index = read_model(model)
-    with pytest.raises(ModelError, match=r"model\.gguf became shorter"):
+    with pytest.raises(ModelError, match=r"model\.gguf (became shorter|changed) "):
         local_manifest(index, lambda done, total: os.truncate(model, index.tensors[0].offset), folder=kept)
     model.unlink()
     with pytest.raises(ModelError, match=r"model\.gguf cannot be read: No such file"):
