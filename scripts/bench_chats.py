@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -57,7 +58,8 @@ async def llama_server(
                         if answer.status == 200:
                             break
                 if process.returncode is not None:
-                    raise SystemExit(f"bench: llama-server with {way.name} ended:\n{log.read_text()[-2000:]}")
+                    text = await asyncio.to_thread(log.read_text)
+                    raise SystemExit(f"bench: llama-server with {way.name} ended:\n{text[-2000:]}")
                 await asyncio.sleep(0.1)
             yield client
     finally:
@@ -162,7 +164,7 @@ async def failover(options: argparse.Namespace, index: ModelIndex, model: str, f
                     times.append(time.perf_counter())
                     if len(got) == KILLED_AT:
                         os.kill(pid, signal_number)
-                gaps = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+                gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
                 delays.append((max(gaps[KILLED_AT - 2 :]) - statistics.median(gaps)) * 1000)
                 equal = equal and got == expected
                 if signal_number == signal.SIGSTOP:

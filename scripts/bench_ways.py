@@ -115,7 +115,7 @@ async def swarm_nodes(
     index: ModelIndex, servers: int, options: argparse.Namespace, folder: Path
 ) -> AsyncIterator[tuple[tuple[LocalNode, ...], RoutingTable]]:
     """Expert servers that share every layer, and the table over them."""
-    folder.mkdir(parents=True, exist_ok=True)
+    await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
     programs = await read_programs(index)
     swarm_options = LocalSwarmOptions(nodes=servers, expert_threads=options.threads)
     async with expert_servers(index, programs, swarm_options, log_folder=folder) as found:

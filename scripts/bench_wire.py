@@ -53,8 +53,9 @@ async def wire(options: argparse.Namespace, index: ModelIndex, model: str, folde
                     if reduce == "sum":
                         row["limit"] = servers * (2 * index.n_embd * ITEM_BYTES[dtype] + 200) + 16 * pairs
                     row |= {"divergence": None, "same_top": None}
-                    # How the numbers are split does not matter for the format: once is enough.
-                    if servers == options.wire_servers[0]:
+                    # One server adds up as stock does; with two, only the order of additions differs: what f32 changes there
+                    # is the measure of what is little.
+                    if servers <= 2:
                         output = await output_of("llama-perplexity", [*arguments, "--kl-divergence"], way)
                         row |= {"divergence": _figure(output, "Mean    KLD"), "same_top": _figure(output, "Same top p")}
                     rows.append(row)

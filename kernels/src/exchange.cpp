@@ -83,7 +83,17 @@ void Exchange::begin(Job & job, int node, Clock::time_point now) {
     if (job.begun == Clock::time_point{}) {
         job.begun = now;
     }
-    if (!contains(job.tried, job.peer)) {  // each node gets its own time once; further attempts share it
+    const auto is_new = [&](const Peer * peer) {
+        return !contains(job.tried, peer) && !contains(job.given_up, peer) && !contains(job.hurried, peer);
+    };
+    job.is_hurried = is_new(job.peer) && std::all_of(job.slices.begin(), job.slices.end(), [&](int32_t slice) {
+        const std::vector<int> & nodes = job.table->slices()[size_t(slice)].nodes;
+        return std::any_of(nodes.begin(), nodes.end(), [&](int other) { return other != node && is_new(&peers_.at(other)); });
+    });
+    if (job.is_hurried) {  // it gets all its time when every other one has had some
+        job.hurried.push_back(job.peer);
+        job.deadline = after_ms(now, job.peer->patience_ms(job.n_pairs(), double(job.table->deadline_floor_ms)));
+    } else if (!contains(job.tried, job.peer)) {  // each node gets its own time once; further attempts share it
         job.tried.push_back(job.peer);
         job.deadline = after_ms(now, job.peer->deadline_ms(job.n_pairs(), double(job.table->deadline_floor_ms)));
     }
@@ -251,7 +261,9 @@ bool Exchange::late(size_t index, Clock::time_point now) {
     peers_.count_bytes(peer);
     peer.missed_deadline(now);
     job.problem = problem;
-    job.given_up.push_back(&peer);
+    if (!job.is_hurried) {
+        job.given_up.push_back(&peer);
+    }
     return next_node(index, now);
 }
 

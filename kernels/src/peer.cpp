@@ -15,6 +15,7 @@ constexpr double longest_avoid_ms    = 60000;
 constexpr double unmeasured_pair_ms  = 5;
 constexpr double deadline_multiple   = 10;
 constexpr double longest_deadline_ms = 600000;
+constexpr double shortest_patience_ms = 250;  // a busy machine may be that late; to ask another node for nothing costs a connection
 constexpr double ewma_weight         = 0.2;
 
 uint64_t ns(Clock::duration time) { return uint64_t(std::max<int64_t>(0, std::chrono::duration_cast<std::chrono::nanoseconds>(time).count())); }
@@ -38,6 +39,10 @@ double Peer::deadline_ms(uint64_t n_pairs, double floor_ms) const {
     const double ms = measured_ ? std::max(floor_ms, deadline_multiple * (round_trip_us_ + double(n_pairs) * pair_us_) / 1000)
                                 : floor_ms + double(n_pairs) * unmeasured_pair_ms;
     return std::min(ms, std::max(floor_ms, longest_deadline_ms));
+}
+
+double Peer::patience_ms(uint64_t n_pairs, double floor_ms) const {
+    return measured_ ? deadline_ms(n_pairs, std::min(floor_ms, shortest_patience_ms)) : deadline_ms(n_pairs, floor_ms);
 }
 
 void Peer::answered(double call_us, double compute_us, double queue_us, uint64_t n_pairs) {

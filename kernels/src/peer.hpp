@@ -62,6 +62,9 @@ struct Peer {
     // Time this node may take for a call: 10 times what its past calls lead to expect, and never under the floor.
     double deadline_ms(uint64_t n_pairs, double floor_ms) const;
 
+    // As above, where another node can be asked instead: under the floor as well.
+    double patience_ms(uint64_t n_pairs, double floor_ms) const;
+
     void answered(double call_us, double compute_us, double queue_us, uint64_t n_pairs);
     void troubled(Clock::time_point now);
     void missed_deadline(Clock::time_point now);

@@ -31,6 +31,8 @@ Job & LayerSplit::new_job(int32_t slice, int node) {
     job.y          = {};
     job.clear_pairs();
     job.tried.clear();
+    job.hurried.clear();
+    job.is_hurried = false;
     job.given_up.clear();
     job.problem.clear();
     job.begun        = {};
@@ -45,6 +47,7 @@ Job & LayerSplit::new_job_from(const Job & former, int32_t slice, int node) {
     job.order    = slice;
     job.peer     = former.peer;
     job.tried    = former.tried;
+    job.hurried  = former.hurried;
     job.given_up = former.given_up;
     job.begun    = former.begun;
     job.deadline = former.deadline;

@@ -34,6 +34,8 @@ struct Job {
     int               node  = 0;  // asked, or to be asked
     Peer *            peer  = nullptr;
     std::vector<const Peer *> tried;     // that were given their time already
+    std::vector<const Peer *> hurried;   // that were given less, since another one was left to be asked
+    bool                      is_hurried = false;  // the present attempt
     std::vector<const Peer *> given_up;  // not to be asked again for this job
     Clock::time_point begun{}, deadline{}, asked_at{};
     uint64_t          id = 0;

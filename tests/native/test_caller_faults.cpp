@@ -4,6 +4,7 @@
 
 #include <sys/time.h>
 
+#include <atomic>
 #include <csignal>
 #include <condition_variable>
 #include <limits>
@@ -214,6 +215,39 @@ TEST(caller_never_takes_a_late_reply) {
     const Result result = call(caller, second);
     CHECK(result.ok && same_bits(result.out, second.expected_rows()));
     CHECK(server->n_connections() == 2);
+}
+
+TEST(caller_does_not_wait_long_where_another_node_can_be_asked) {
+    const Layer       layer(2, 2, 4);
+    std::atomic<bool> frozen{false}, second_fails{false};
+    std::atomic<int>  n_asked_again{0};
+    const auto        first = server_of([&](fake::Connection & connection, const fake::Request & request) {
+        if (frozen && n_asked_again == 0) {
+            connection.wait_for_close();
+            return false;
+        }
+        return connection.message(answer(request, layer.n_in, layer.n_out));
+    });
+    const auto second = server_of([&](fake::Connection & connection, const fake::Request & request) {
+        if (second_fails) {
+            n_asked_again++;  // from now on the first one answers again
+            return connection.message(fake::error(request.id, "not_held", "not here", false));
+        }
+        return connection.message(answer(request, layer.n_in, layer.n_out));
+    });
+    for (const bool both_fail : {false, true}) {
+        frozen        = false;
+        second_fails  = both_fail;
+        n_asked_again = 0;
+        Caller caller;
+        CHECK(caller.set_table(table_of({first->port(), second->port()}, {{0, 1, {0, 1}}, {2, 3, {0, 1}}})));
+        CHECK(call(caller, layer).ok && n_asked_again == 0);  // measured now: it needs far less than the floor of 20 s
+        frozen              = true;
+        const Result result = call(caller, layer);
+        CHECK(result.ok && same_bits(result.out, layer.expected_rows()));
+        CHECK(result.wall_ms >= 249 && result.wall_ms < 10000);
+        CHECK(n_asked_again == (both_fail ? 1 : 0));
+    }
 }
 
 TEST(caller_finds_a_restarted_server) {
