@@ -51,7 +51,10 @@ async def llama_server(
             stderr=out,
         )
     try:
-        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", timeout=aiohttp.ClientTimeout(600)) as client:
+        # llama-server ends a connection that is idle for 5 s, also as the next request is on its way.
+        connector = aiohttp.TCPConnector(force_close=True)
+        timeout = aiohttp.ClientTimeout(600)
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", connector=connector, timeout=timeout) as client:
             for _ in range(1200):
                 with contextlib.suppress(aiohttp.ClientError):
                     async with client.get("/health") as answer:

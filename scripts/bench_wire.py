@@ -16,7 +16,7 @@ from node.model_index import ModelIndex
 from node.number_formats import ITEM_BYTES
 
 TOKENS = 32
-CONTEXT, CHUNKS = 256, 6
+CONTEXT = 256
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -28,7 +28,7 @@ async def wire(options: argparse.Namespace, index: ModelIndex, model: str, folde
     text.write_text("\n".join(path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))))
     base = folder / "base"
     arguments = ["-m", model, "-t", str(options.threads), "--poll", "0", "-f", str(text), "-c", str(CONTEXT)]
-    arguments += ["--chunks", str(CHUNKS), "--kl-divergence-base", str(base)]
+    arguments += ["--chunks", str(options.wire_chunks), "--kl-divergence-base", str(base)]
     with contextlib.suppress(FileNotFoundError):
         base.unlink()
     options.progress("wire: stock's probabilities")
