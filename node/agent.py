@@ -12,7 +12,7 @@ import platform
 import tempfile
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ import kernels
 from node import polling
 from node.auth import host_allowed, is_json, is_private, origin_allowed
 from node.call_guard import CALL_KEY_VARIABLE
+from node.catalogue import Entry, catalogue, choose
 from node.config import Config
 from node.cors import Cors
 from node.engine_metrics import EngineMetrics
@@ -102,7 +103,8 @@ class Agent:
         self.listening = asyncio.Event()
         self._summary_changed = asyncio.Event()
         self._problem = ""
-        self._told = False  # to serve a model
+        self._told = False  # to serve a model of which it has the file
+        self._catalogue_name = ""  # of a model that it was told to take from others
 
     # --- what this node says of itself
 
@@ -187,6 +189,7 @@ class Agent:
         """Runs until cancelled. Raises SwarmError when the node cannot start."""
         told = await asyncio.to_thread(self.local_models.served) if self.config.model.path else None
         self._told = told is not None
+        self._catalogue_name = "" if self._told else await asyncio.to_thread(self.local_models.catalogue_name)
         # What cannot be served at all is said before anything is hashed.
         programs = None if told is None else await read_programs(told)
         async with contextlib.AsyncExitStack() as stack:
@@ -241,7 +244,7 @@ class Agent:
                 self._changed.clear()
                 self._summary_changed.set()
                 role_before = self.role
-                await self._follow_model()
+                problem = await self._problem_of(self._follow_model())
                 self._elect(folder)
                 if self.role is not role_before:
                     if running is not None:
@@ -251,32 +254,47 @@ class Agent:
                 if self.role is not None:
                     self.role.update(self._known_nodes())
                 self.peering.publish(encode(self.record()))
-                try:
-                    await self._follow_plan()
-                    self._problem = ""
-                except (SwarmError, aiohttp.ClientError, OSError, TimeoutError) as error:
-                    problem = str(error) or type(error).__name__
-                    if problem != self._problem:
-                        log.warning("this node holds no experts: %s", problem)
-                    self._problem = problem
+                problem = await self._problem_of(self._follow_plan()) or problem
+                if problem and problem != self._problem:
+                    log.warning("this node holds no experts: %s", problem)
+                self._problem = problem
+
+    @staticmethod
+    async def _problem_of(step: Coroutine[Any, Any, None]) -> str:
+        """What went wrong in a step that is taken again a second later; empty if nothing did."""
+        try:
+            await step
+        except (SwarmError, aiohttp.ClientError, OSError, TimeoutError) as error:
+            return str(error) or type(error).__name__
+        return ""
+
+    def catalogue(self) -> list[Entry]:
+        """The models that this node and the live ones have."""
+        peers = self.membership.alive(time.monotonic()).values()
+        return catalogue([self.record(), *(peer.record for peer in peers)])
 
     async def _follow_model(self) -> None:
         """Where nobody who has the model's file can route, this node fetches the header of one that the others have, so that it
-        can."""
+        can. Raises ModelError when the model that it was told to take from them cannot be had."""
         if self._told or self.fetched is not None or not self._can_route or self.routing_node() is not None:
             return
         if self._is_routed_by_others():
             return
-        alive = self.membership.alive(time.monotonic()).values()
-        models = {peer.record.model.id: peer.record.model for peer in alive if peer.record.model is not None}
-        if not models:
-            return
-        # Errors are those of a node that holds experts as well, which then tells them.
-        with contextlib.suppress(SwarmError, FileNotFoundError):
-            index = self._copy_of(models[min(models)])
-            if index is not None and self.shared.is_stored(index):
-                await self._programs_of(index, "")
-                self.fetched = index
+        if self._catalogue_name:
+            entry = choose([entry for entry in self.catalogue() if entry.has_trunk], self._catalogue_name)
+            if entry is None:
+                listed = ", ".join(f"{entry.file} ({entry.id[:12]})" for entry in self.catalogue()) or "none"
+                raise ModelError(
+                    f"no node that answers has a model {self._catalogue_name!r}, by name or beginning of its id; there are: {listed}"
+                )
+            index = self.shared.look_up(entry.id, entry.file)
+        else:
+            alive = self.membership.alive(time.monotonic()).values()
+            models = {peer.record.model.id: peer.record.model for peer in alive if peer.record.model is not None}
+            index = self._copy_of(models[min(models)]) if models else None
+        if index is not None and self.shared.is_stored(index):
+            await self._programs_of(index, "")
+            self.fetched = index
 
     def _elect(self, folder: Path) -> None:
         own = self.record()
@@ -350,13 +368,16 @@ class Agent:
         """This node's own file of a model, else the one into which it fetches; None while neither is known. Raises ModelError."""
         if self.fetched is not None and self.fetched.model_id == model.id:
             return self.fetched
+        served = Entry(model.id, model.file, 0, (), (), has_trunk=True)
+        if self._catalogue_name and choose([served], self._catalogue_name) is None:
+            raise ModelError(f"this node was told to serve {self._catalogue_name}, and the router serves {model.file}")
         try:
             return self.known_models.look_up(model)
         except NoCopy:
             # Who was told to serve another model keeps to it.
             if self._told or not self._sources(model.id):
                 raise
-        return self.shared.look_up(model)
+        return self.shared.look_up(model.id, model.file)
 
     def _check_file(self, index: ModelIndex) -> None:
         # What was fetched was verified when it was written.

@@ -45,14 +45,19 @@ async def run_ask(options: argparse.Namespace) -> int:
 
 async def run_status(options: argparse.Namespace) -> int:
     """Shows the swarm as a node sees it; 0 when queries can be answered, 3 when not. Raises SwarmError."""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
-        url = await find_node(session, options)
-        document = await _get(session, f"{url}/status")
+    document = await swarm_status(options)
     if options.json:
         print(json.dumps(document, indent=1))
     else:
         print_status(document, Console(file=sys.stdout, highlight=False))
     return 0 if document["ready"] else 3
+
+
+async def swarm_status(options: argparse.Namespace) -> dict[str, Any]:
+    """The status document of the node that ``options`` name, or of one that is found. Raises SwarmError."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
+        url = await find_node(session, options)
+        return await _get(session, f"{url}/status")
 
 
 async def run_peers(options: argparse.Namespace) -> int:

@@ -26,7 +26,8 @@ _Stamp = tuple[int, int]
 
 @dataclass
 class LocalModels:
-    """Models by header. ``configured`` is a file, a folder, ``demo``, or empty; a file or ``demo`` is the model to serve."""
+    """Models by header. ``configured`` is a file, a folder, ``demo``, a name of the swarm's catalogue, or empty; a file or
+    ``demo`` is the model to serve, and so is a file of a folder that has the name."""
 
     configured: str
     folders: tuple[Path, ...] = ()
@@ -42,8 +43,22 @@ class LocalModels:
         if path.is_dir():
             return None
         if not path.exists():
-            raise ModelError(f"model file {path} does not exist; --model takes a GGUF file, a folder of them, or demo")
+            if self.catalogue_name():
+                named = self.named(f"{path.name}.gguf")
+                return named[0] if named else None
+            raise ModelError(
+                f"model file {path} does not exist; --model takes a GGUF file, a folder of them, demo, or the name or id of a "
+                f"model that another node has (`swarm-node model list`)"
+            )
         return read_model(path)
+
+    def catalogue_name(self) -> str:
+        """The name or id of a model that this node was told to take from others; empty if it was told none. What is no path
+        here, and does not look like one of a file, is one."""
+        if self.configured in ("", "demo"):
+            return ""
+        path = Path(self.configured).expanduser()
+        return "" if path.suffix == ".gguf" or path.exists() else path.name
 
     def with_header(self, header: str) -> list[ModelIndex]:
         """The models among this node's files whose header's digest begins with `header`, 32 hex digits."""
@@ -54,7 +69,7 @@ class LocalModels:
         return [index for index in self._all() if Path(index.paths[0]).name == file]
 
     def _all(self) -> list[ModelIndex]:
-        served = self.served()
+        served = None if self.catalogue_name() else self.served()
         found = ([] if served is None else [served]) + self._scan()
         return list({index.paths: index for index in found}.values())  # each part of a split set gives the same model
 

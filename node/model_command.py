@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from node.model_list import add_list, add_prune
+
 if TYPE_CHECKING:
     # argparse's subparsers have no public type.
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -17,9 +19,11 @@ if TYPE_CHECKING:
 def add_model_command(commands: Commands) -> None:
     """Adds ``model`` and what it can do to the program's commands. `options.run` becomes a coroutine function that takes
     the parsed arguments and returns the exit status."""
-    model = commands.add_parser("model", help="look at model files, and make some to test with")
+    model = commands.add_parser(
+        "model", help="list the swarm's models, look at model files, and make some to test with"
+    )
     parts = model.add_subparsers(required=True, metavar="COMMAND")
-    for add in (_add_show, _add_synthetic):
+    for add in (add_list, _add_show, add_prune, _add_synthetic):
         add(parts)
 
 

@@ -207,8 +207,9 @@ class ModelSettings:
     path: str = _setting(
         "",
         Text("a path", _path, is_path=True, words=("demo",)),
-        "The model, a GGUF file (of a split model the first part), a folder of them, or demo: the small built-in chat "
-        "model. Empty or a folder: the model of the swarm that this node joins.",
+        "The model, a GGUF file (of a split model the first part), a folder of them, demo (the small built-in chat "
+        "model), or the name or the beginning of the id of a model that other nodes have: it is fetched from them, as far as "
+        "it is needed here. Empty or a folder: the model of the swarm that this node joins.",
         alias="--model",
     )
     context_tokens: int = _setting(

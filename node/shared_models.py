@@ -18,7 +18,7 @@ from node.model_service import Copy, LocalCopy, ModelService
 from node.model_store import ModelStore
 from node.model_transfer import RateLimit
 from node.peer_http import PeerClient
-from node.records import OFFERS_MAX, Model, Offer
+from node.records import OFFERS_MAX, Offer
 from node.slice_ranges import Slice
 from node.stored_model import StoredModel
 
@@ -58,7 +58,7 @@ class SharedModels:
         # Of what the node serves or holds: never removed.
         self._pinned: set[str] = set()
         self._stored_offers: tuple[Offer, ...] = ()
-        self._wanted: Model | None = None
+        self._wanted: tuple[str, str] | None = None
         self._problem = ""
         self._look = asyncio.Event()
         self._opening = asyncio.Lock()
@@ -101,16 +101,16 @@ class SharedModels:
             self._local[index.model_id] = LocalCopy(index, manifest)
             self._on_change()
 
-    def look_up(self, model: Model) -> ModelIndex | None:
+    def look_up(self, model_id: str, file: str) -> ModelIndex | None:
         """The index of a model's fetched files, which may have none of its pieces yet; None while there are no files.
 
-        Raises ModelError when they could not be made, saying why, and tries again.
+        ``file``: what to call it. Raises ModelError when they could not be made, saying why, and tries again.
         """
-        stored = self._stored.get(model.id)
-        if stored is not None and model.id in self._pinned:
+        stored = self._stored.get(model_id)
+        if stored is not None and model_id in self._pinned:
             return stored.index
-        if self._wanted is None or self._wanted.id != model.id:
-            self._wanted, self._problem = model, ""
+        if self._wanted is None or self._wanted[0] != model_id:
+            self._wanted, self._problem = (model_id, file), ""
         self._look.set()
         if self._problem:
             raise ModelError(self._problem)
@@ -147,29 +147,27 @@ class SharedModels:
             self._stored.clear()
 
     async def _make_wanted(self) -> None:
-        model = self._wanted
-        if model is None or model.id in self._pinned:
+        wanted = self._wanted
+        if wanted is None or wanted[0] in self._pinned:
             return
         try:
-            await self._adopt(model)
+            await self._adopt(*wanted)
             problem = ""
         except (SwarmError, OSError) as error:
             problem = str(error)
-            log.warning("model %s: %s", model.file, problem)
-        if model is self._wanted:
+            log.warning("model %s: %s", wanted[1], problem)
+        if wanted == self._wanted:
             self._problem = problem
         self._on_change()
 
-    async def _adopt(self, model: Model) -> None:
+    async def _adopt(self, model_id: str, file: str) -> None:
         assert self.fetcher is not None
-        stored = await self._open(model.id)
-        if stored is None:
-            manifest, layout = await self.fetcher.describe(model.id)
+        if await self._open(model_id) is None:
+            manifest, layout = await self.fetcher.describe(model_id)
             async with self._opening:
-                stored = await asyncio.to_thread(self._store.create, manifest, layout, model.file)
-                self._stored[model.id] = stored
+                self._stored[model_id] = await asyncio.to_thread(self._store.create, manifest, layout, file)
             await self._list_stored()
-        self._pinned.add(model.id)
+        self._pinned.add(model_id)
 
     async def _fetch(self, stored: StoredModel, numbers: Sequence[int]) -> None:
         assert self.fetcher is not None

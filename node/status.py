@@ -80,6 +80,7 @@ def status_document(agent: Agent) -> dict[str, Any]:
         if router is None
         else {node: [list(s) for s in slices] for node, slices in router.not_ready.items()},
         "nodes": nodes,
+        "catalogue": [entry.to_json() for entry in agent.catalogue()],
         "failures": [str(failure) for failure in list(agent.failures)[-8:]],
         "statistics": {} if agent.role is None or agent.role.engine is None else agent.role.engine.statistics,
     }
@@ -136,6 +137,10 @@ def metrics_text(agent: Agent) -> str:
         "expert weights that a node's device reads in a second, as measured at its start",
         [(of, n["expert_bytes_per_s"]) for of, n in nodes if n["expert_bytes_per_s"] > 0],
     )
+    fetched = 0 if agent.shared.fetcher is None else agent.shared.fetcher.received_bytes
+    page.add("swarm_model_fetched_bytes_total", "counter", "bytes of models fetched from other nodes", [({}, fetched)])
+    sent = agent.shared.service.sent_bytes
+    page.add("swarm_model_sent_bytes_total", "counter", "bytes of models given to other nodes", [({}, sent)])
     if agent.holder is not None:
         _add_expert_server(page, agent.holder.process)
     if agent.role is not None:

@@ -123,8 +123,8 @@ def test_a_router_without_the_file_fetches_the_trunk(three: list[Host], tmp_path
     expected = _stock_answer(model, tmp_path)
     one, two, three_ = three
     one.start("--model", str(model), cwd=one.folder, env=_environment(one) | {"SWARM_ROUTER_ENABLED": "false"})
-    for host in (two, three_):
-        _start(host, SWARM_MODEL_REDUCE="rows")
+    _start(two, SWARM_MODEL_REDUCE="rows")
+    _start(three_, "--model", model.stem, SWARM_MODEL_REDUCE="rows")
     for host in three:
         status = host.wait_ready(3, within_s=90)
     router = status["router"]["name"]
@@ -137,3 +137,7 @@ def test_a_router_without_the_file_fetches_the_trunk(three: list[Host], tmp_path
     for host in (two, three_):
         _check_disk(host, status, trunk=host.name == router)
     assert status["model"]["file"] == model.name
+    (entry,) = status["catalogue"]
+    assert (entry["file"], entry["whole"], sorted(entry["part"])) == (model.name, ["one"], ["three", "two"])
+    listed = two.run("model", "list").stdout
+    assert entry["id"][:12] in listed and "one" in listed
