@@ -39,18 +39,20 @@ class Source:
     def failed(self, reason: str, now_s: float) -> None:
         """Leaves it alone for a while."""
         self.failures += 1
-        self.reason = reason
-        self.not_before_s = now_s + min(FAILED_FIRST_S * 2.0 ** (self.failures - 1), FAILED_MOST_S)
+        self._leave_until(now_s + min(FAILED_FIRST_S * 2.0 ** (self.failures - 1), FAILED_MOST_S), reason)
 
     def lied(self, reason: str, now_s: float) -> None:
         """Leaves it alone for long."""
-        self.reason = reason
-        self.not_before_s = now_s + LIED_S
+        self._leave_until(now_s + LIED_S, reason)
 
     def busy(self, now_s: float) -> None:
         """It asked to come again."""
-        self.reason = "it is busy"
-        self.not_before_s = max(self.not_before_s, now_s + BUSY_S)
+        self._leave_until(now_s + BUSY_S, "it is busy")
+
+    def _leave_until(self, until_s: float, reason: str) -> None:
+        # It may have lied before its request broke off.
+        if until_s > self.not_before_s:
+            self.not_before_s, self.reason = until_s, reason
 
 
 @dataclass(frozen=True)
