@@ -25,7 +25,6 @@ import kernels
 from node import polling
 from node.auth import host_allowed, is_json, is_private, origin_allowed
 from node.call_guard import CALL_KEY_VARIABLE
-from node.catalogue import Entry, catalogue, choose
 from node.config import Config
 from node.cors import Cors
 from node.engine_metrics import EngineMetrics
@@ -33,7 +32,7 @@ from node.errors import ModelError, SwarmError
 from node.front_door import Door, DoorOptions, Here, PeerProof, ServedModel, There, Unavailable, add_routes
 from node.holder import Holder
 from node.identity import Identity
-from node.known_models import KnownModels, NoCopy
+from node.known_models import KnownModels
 from node.layer_programs import LayerProgram, ModelPrograms, read_programs
 from node.local_models import LocalModels
 from node.memory_limit import MEMORY_SHARE, free_memory_bytes
@@ -46,10 +45,10 @@ from node.placement import Candidate, elect
 from node.records import RATE_MAX, VERSION, Device, Model, Record, Router, encode
 from node.router_engine import EngineOptions, ExpertFailure
 from node.router_role import KnownNode, RouterRole
-from node.shared_models import SharedModels
 from node.slice_ranges import describe
 from node.status import status_routes
 from node.swarm_key import SwarmKey
+from node.swarm_model import SwarmModel
 from node.trace_routes import trace_routes
 
 log = logging.getLogger(__name__)
@@ -70,7 +69,6 @@ class Agent:
         self.local_models = LocalModels(config.model.path)
         self.known_models = KnownModels(self.local_models, self.wake)
         self.served: ModelIndex | None = None  # once its content is known
-        self.fetched: ModelIndex | None = None  # the swarm's model, of which this node has no file of its own
         self.holder: Holder | None = None
         self.role: RouterRole | None = None
         self.failures: deque[ExpertFailure] = deque(maxlen=64)
@@ -79,12 +77,15 @@ class Agent:
         self.peering = Peering(config, identity, self._key, self.wake)
         self.membership = self.peering.membership
         self._client: PeerClient | None = None
-        self.shared = SharedModels(
+        self.model = SwarmModel(
+            self.known_models,
             ModelStore(cache_dir() / "models", config.model.cache_gib << 30),
-            self._sources,
+            self.membership,
+            self.record,
             self.wake,
             bytes_per_s=config.model.transfer_mbit_s * 1e6 / 8,
         )
+        self.shared = self.model.shared
         self.door = Door(self, DoorOptions(api_key=config.api.key, node=config.node.name))
         self._cors = Cors(config.api.allowed_origins)
         self.engine_metrics = EngineMetrics(
@@ -103,14 +104,12 @@ class Agent:
         self.listening = asyncio.Event()
         self._summary_changed = asyncio.Event()
         self._problem = ""
-        self._told = False  # to serve a model of which it has the file
-        self._catalogue_name = ""  # of a model that it was told to take from others
 
     # --- what this node says of itself
 
     def record(self) -> Record:
         """This node's record as it is now."""
-        model = self.served or self.fetched
+        model = self.served or self.model.fetched
         return Record(
             version=VERSION,
             swarm=self.config.swarm.name,
@@ -123,44 +122,23 @@ class Agent:
             expert_port=self.holder.process.port if self.holder is not None else 0,
             devices=self._devices,
             memory_bytes=self.memory_bytes,
-            can_route=self._can_route and (self.served is not None or self._may_route_fetched()),
+            can_route=self._can_route and (self.served is not None or self._can_route_fetched()),
             model=None if model is None else _model_record(model, self.shared.name_of(model)),
-            holds_model=self.holder.model_id if self.holder is not None else None,
+            holds_model=self._holds_model(),
             ready=self.holder.ready if self.holder is not None else (),
             problem=((self.holder.problem if self.holder is not None else "") or self._problem)[:400],
             router=None if self.role is None else self._router_record(self.role.router_record),
             expert_bytes_per_s=0.0 if self.holder is None else _rounded(self.holder.process.expert_bytes_per_s, 3),
             activity=(self.known_models.activity or self.shared.activity)[:400],
             offers=self.shared.offers,
-            fetches=self.served is None and self.fetched is not None,
+            fetches=self.served is None and self.model.fetched is not None,
         )
 
-    def _may_route_fetched(self) -> bool:
-        """Whether this node may route a model that it has no file of: only where no node with the file can, not even one that
-        is silent for the moment, and where everything that a router needs is to be had."""
-        if self.fetched is None or self.role is not None:
-            return self.role is not None
-        if self._is_routed_by_others() or self.fetched.model_id not in self._programs:
-            return False
-        offered = any(
-            offer.id == self.fetched.model_id and (offer.whole or offer.trunk)
-            for peer in self.membership.alive(time.monotonic()).values()
-            for offer in peer.record.offers
-        )
-        return offered or self.shared.has_trunk(self.fetched)
+    def _can_route_fetched(self) -> bool:
+        return self.role is not None or self.model.can_be_routed(self._programs)
 
-    def _is_routed_by_others(self) -> bool:
-        """Whether a node that has its model's file can route, be it silent for the moment."""
-        peers = self.membership.known(time.monotonic()).values()
-        return any(peer.record.can_route and not peer.record.fetches for peer in peers)
-
-    def _sources(self, model_id: str) -> dict[str, str]:
-        """The live nodes that offer a model: name by URL."""
-        return {
-            peer.url: peer.record.name
-            for peer in self.membership.alive(time.monotonic()).values()
-            if any(offer.id == model_id for offer in peer.record.offers)
-        }
+    def _holds_model(self) -> str | None:
+        return self.holder.model_id if self.holder is not None else None
 
     def _router_record(self, router: Router) -> Router:
         # In two digits, since every change of a record goes to every node.
@@ -188,8 +166,8 @@ class Agent:
     async def run(self) -> None:
         """Runs until cancelled. Raises SwarmError when the node cannot start."""
         told = await asyncio.to_thread(self.local_models.served) if self.config.model.path else None
-        self._told = told is not None
-        self._catalogue_name = "" if self._told else await asyncio.to_thread(self.local_models.catalogue_name)
+        self.model.told = told is not None
+        self.model.name = "" if told is not None else await asyncio.to_thread(self.local_models.catalogue_name)
         # What cannot be served at all is said before anything is hashed.
         programs = None if told is None else await read_programs(told)
         async with contextlib.AsyncExitStack() as stack:
@@ -251,6 +229,8 @@ class Agent:
                         running.cancel()
                     running = None if self.role is None else tasks.create_task(self.role.run(), name="router")
                     self.wake()
+                used = (self.model.fetched.model_id if self.model.fetched is not None else None, self._holds_model())
+                self.shared.keep([model_id for model_id in used if model_id is not None])
                 if self.role is not None:
                     self.role.update(self._known_nodes())
                 self.peering.publish(encode(self.record()))
@@ -268,33 +248,13 @@ class Agent:
             return str(error) or type(error).__name__
         return ""
 
-    def catalogue(self) -> list[Entry]:
-        """The models that this node and the live ones have."""
-        peers = self.membership.alive(time.monotonic()).values()
-        return catalogue([self.record(), *(peer.record for peer in peers)])
-
     async def _follow_model(self) -> None:
-        """Where nobody who has the model's file can route, this node fetches the header of one that the others have, so that it
-        can. Raises ModelError when the model that it was told to take from them cannot be had."""
-        if self._told or self.fetched is not None or not self._can_route or self.routing_node() is not None:
-            return
-        if self._is_routed_by_others():
-            return
-        if self._catalogue_name:
-            entry = choose([entry for entry in self.catalogue() if entry.has_trunk], self._catalogue_name)
-            if entry is None:
-                listed = ", ".join(f"{entry.file} ({entry.id[:12]})" for entry in self.catalogue()) or "none"
-                raise ModelError(
-                    f"no node that answers has a model {self._catalogue_name!r}, by name or beginning of its id; there are: {listed}"
-                )
-            index = self.shared.look_up(entry.id, entry.file)
-        else:
-            alive = self.membership.alive(time.monotonic()).values()
-            models = {peer.record.model.id: peer.record.model for peer in alive if peer.record.model is not None}
-            index = self._copy_of(models[min(models)]) if models else None
-        if index is not None and self.shared.is_stored(index):
-            await self._programs_of(index, "")
-            self.fetched = index
+        """Gets ready to route the swarm's model where nobody who has its file can. Raises ModelError."""
+        if self._can_route and self.routing_node() is None:
+            index = self.model.to_route()
+            if index is not None:
+                await self._programs_of(index, "")
+                self.model.fetched = index
 
     def _elect(self, folder: Path) -> None:
         own = self.record()
@@ -313,7 +273,7 @@ class Agent:
             return
         if self.role is not None or now_s - self.started_s < ELECTION_DELAY_S:
             return
-        index = self.served or self.fetched
+        index = self.served or self.model.fetched
         assert index is not None
         term = max(self._highest_term, self.identity.term) + 1
         self.identity.save_term(term)
@@ -358,31 +318,10 @@ class Agent:
             return
         if record.model is None or record.model.id != plan.model:
             raise ModelError(f"the router does not say what model {plan.model} of its plan is")
-        index = self._copy_of(record.model)
+        index = self.model.copy_of(record.model)
         if index is not None:
             self.holder.want(index, await self._programs_of(index, url), mine)
-            if self.shared.is_stored(index):
-                self.fetched = index
-
-    def _copy_of(self, model: Model) -> ModelIndex | None:
-        """This node's own file of a model, else the one into which it fetches; None while neither is known. Raises ModelError."""
-        if self.fetched is not None and self.fetched.model_id == model.id:
-            return self.fetched
-        served = Entry(model.id, model.file, 0, (), (), has_trunk=True)
-        if self._catalogue_name and choose([served], self._catalogue_name) is None:
-            raise ModelError(f"this node was told to serve {self._catalogue_name}, and the router serves {model.file}")
-        try:
-            return self.known_models.look_up(model)
-        except NoCopy:
-            # Who was told to serve another model keeps to it.
-            if self._told or not self._sources(model.id):
-                raise
-        return self.shared.look_up(model.id, model.file)
-
-    def _check_file(self, index: ModelIndex) -> None:
-        # What was fetched was verified when it was written.
-        if not self.shared.is_stored(index):
-            self.known_models.check_unchanged(index)
+            self.model.fetched = index if self.shared.is_stored(index) else None
 
     async def _programs_of(self, index: ModelIndex, router_url: str) -> ModelPrograms:
         known = self._programs.get(index.model_id)
@@ -578,7 +517,7 @@ class Agent:
             log_path=folder / "experts.log",
             environment=self._child_environment(),
             on_change=self.wake,
-            check_file=self._check_file,
+            check_file=self.model.check_file,
             provide=self.shared.provide,
         )
         holder.process.measures_speed = True

@@ -175,18 +175,28 @@ class _Run:
                         committing = tasks.create_task(self._commit(), name="commit pieces")
                     self._check_hope()
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self._wake.wait(), 0.5)
+                        await asyncio.wait_for(self._wake.wait(), self._pause_s())
                 for task in self._asking:
                     task.cancel()
+                await self._commit()
         except* SwarmError as group:
             raise _first(group) from None
+
+    def _pause_s(self) -> float:
+        """Until something may be asked that may not be now; at most half a second, since sources come and go."""
+        now_s = time.monotonic()
+        next_s = self._transfer.next_s(now_s)
+        return 0.5 if next_s is None else min(max(next_s - now_s, 0.01), 0.5)
 
     async def close(self) -> None:
         """Waits for the threads, and keeps what they wrote."""
 
         def finish() -> None:
             self._executor.shutdown(wait=True, cancel_futures=True)
-            self._stored.commit()
+            try:
+                self._stored.commit()
+            except ModelError as error:  # the node ends, or the disk is full: said before
+                log.info("%s", error)
 
         await asyncio.to_thread(finish)
 
@@ -218,7 +228,7 @@ class _Run:
 
     def _check_hope(self) -> None:
         now_s = time.monotonic()
-        if self._n_verifying or any(source.in_flight for source in self._sources.values()):
+        if self._n_verifying or self._asking or any(source.in_flight for source in self._sources.values()):
             self._hopeless_since_s = None
             return
         since_s = self._hopeless_since_s = self._hopeless_since_s or now_s
@@ -231,18 +241,20 @@ class _Run:
     async def _ask(self, ask: Ask, tasks: asyncio.TaskGroup) -> None:
         source = self._sources[ask.source]
         try:
-            await self._receive(ask, tasks)
+            await self._receive(ask, source, tasks)
         except _Busy:
             source.busy(time.monotonic())
         except _FETCH_ERRORS as error:
             reason = str(error) or ("it stalled" if isinstance(error, TimeoutError) else type(error).__name__)
             log.info("model %s: %s: %s", self._stored.model_id, source.name, reason)
             source.failed(reason, time.monotonic())
+            source.has = None  # which may have changed by then
+            self._asked_s.pop(ask.source, None)
         finally:
             self._transfer.ended(ask)
             self._wake.set()
 
-    async def _receive(self, ask: Ask, tasks: asyncio.TaskGroup) -> None:
+    async def _receive(self, ask: Ask, source: Source, tasks: asyncio.TaskGroup) -> None:
         sizes = self._transfer.sizes
         path = f"{MODELS_PREFIX}/{self._stored.model_id}/pieces?from={ask.first}&to={ask.last}"
         total = sum(sizes[ask.first : ask.last + 1])
@@ -267,7 +279,7 @@ class _Run:
                             await self._room.acquire()
                             self._n_verifying += 1
                             self._transfer.received(number)
-                            tasks.create_task(self._verify(ask, number, parts), name=f"verify piece {number}")
+                            tasks.create_task(self._verify(ask, source, number, parts), name=f"verify piece {number}")
                             number, parts, have = number + 1, [], 0
         finally:
             if parts and number <= ask.last and self._transfer.keeps_part(number):
@@ -288,8 +300,7 @@ class _Run:
         if delay_s > 0:
             await asyncio.sleep(delay_s)
 
-    async def _verify(self, ask: Ask, number: int, parts: list[bytes]) -> None:
-        source = self._sources[ask.source]
+    async def _verify(self, ask: Ask, source: Source, number: int, parts: list[bytes]) -> None:
         try:
             await asyncio.get_running_loop().run_in_executor(self._executor, self._stored.write, number, parts)
             self._transfer.verified(ask, number)

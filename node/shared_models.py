@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from node.errors import ModelError, SwarmError
@@ -53,6 +53,7 @@ class SharedModels:
         self._on_change = on_change
         self._bytes_per_s = bytes_per_s
         self._local: dict[str, LocalCopy] = {}
+        self._local_offers: list[Offer] = []
         self._stored: dict[str, StoredModel] = {}
         self._used_s: dict[str, float] = {}
         # Of what the node serves or holds: never removed.
@@ -67,16 +68,7 @@ class SharedModels:
     @property
     def offers(self) -> tuple[Offer, ...]:
         """For this node's record: the user's files first, then what was used last of the store."""
-        own = [
-            Offer(
-                model_id,
-                self.name_of(copy.index),
-                sum(piece.bytes for piece in copy.pieces),
-                whole=True,
-                trunk=True,
-            )
-            for model_id, copy in self._local.items()
-        ]
+        own = self._local_offers
         return tuple((own + [offer for offer in self._stored_offers if offer.id not in self._local])[:OFFERS_MAX])
 
     def is_stored(self, index: ModelIndex) -> bool:
@@ -98,7 +90,9 @@ class SharedModels:
         """Offers a model of the user's own, whose content is known. Raises ModelError."""
         manifest = await asyncio.to_thread(local_manifest, index)
         if manifest.model_id == index.model_id:
-            self._local[index.model_id] = LocalCopy(index, manifest)
+            copy = self._local[index.model_id] = LocalCopy(index, manifest)
+            size = sum(piece.bytes for piece in copy.pieces)
+            self._local_offers.append(Offer(index.model_id, self.name_of(index), size, whole=True, trunk=True))
             self._on_change()
 
     def look_up(self, model_id: str, file: str) -> ModelIndex | None:
@@ -115,6 +109,10 @@ class SharedModels:
         if self._problem:
             raise ModelError(self._problem)
         return None
+
+    def keep(self, model_ids: Collection[str]) -> None:
+        """Says which of the models that were looked up are in use; the others may be removed for what is fetched."""
+        self._pinned &= set(model_ids) | ({self._wanted[0]} if self._wanted is not None else set())
 
     async def provide(self, index: ModelIndex, slices: Sequence[Slice]) -> None:
         """Fetches the experts of these slices that are missing, if the index is of fetched files. Raises ModelError."""

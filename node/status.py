@@ -80,7 +80,7 @@ def status_document(agent: Agent) -> dict[str, Any]:
         if router is None
         else {node: [list(s) for s in slices] for node, slices in router.not_ready.items()},
         "nodes": nodes,
-        "catalogue": [entry.to_json() for entry in agent.catalogue()],
+        "catalogue": [entry.to_json() for entry in agent.model.catalogue()],
         "failures": [str(failure) for failure in list(agent.failures)[-8:]],
         "statistics": {} if agent.role is None or agent.role.engine is None else agent.role.engine.statistics,
     }
