@@ -30,7 +30,7 @@ BINARY = "application/octet-stream"
 TRANSFERS_MAX = 4
 TRANSFERS_OF_PEER_MAX = 2
 # Read at once: long enough for the disk, short enough to be written to a socket without the event loop noticing.
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 19
 # A receiver that takes nothing for this long has its transfer ended, since others wait.
 _STALL_S = 30.0
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lan_rig import Host, lan, needs_namespaces
+from store_cases import piece_bytes
 from test_agents import ANSWER, QUESTION, _stock_answer
 
 from node.demo_model import demo_model
@@ -141,3 +143,64 @@ def test_a_router_without_the_file_fetches_the_trunk(three: list[Host], tmp_path
     assert (entry["file"], entry["whole"], sorted(entry["part"])) == (model.name, ["one"], ["three", "two"])
     listed = two.run("model", "list").stdout
     assert entry["id"][:12] in listed and "one" in listed
+
+
+def _until(host: Host, done: Callable[[dict[str, Any]], bool], within_s: float = 40) -> dict[str, Any]:
+    deadline_s = time.monotonic() + within_s
+    status: dict[str, Any] = {}
+    while time.monotonic() < deadline_s:
+        try:
+            status = host.status()
+            if done(status):
+                return status
+        except AssertionError:  # it does not listen yet
+            pass
+        time.sleep(0.1)
+    raise AssertionError(f"{status}\n{host.log()[-3000:]}")
+
+
+def _fetched_bytes(host: Host) -> float:
+    (line,) = [x for x in host.curl("/metrics")[1].splitlines() if x.startswith("swarm_model_fetched_bytes_total ")]
+    return float(line.split()[1])
+
+
+def test_killed_in_the_middle_it_goes_on_where_it_was(three: list[Host]) -> None:
+    """First who fetches is killed, then who gives."""
+    model = demo_model()
+    one, two = three[:2]
+
+    def start_source() -> None:
+        one.start("--model", str(model), cwd=one.folder, env=_environment(one))
+
+    def is_fetching(status: dict[str, Any]) -> bool:
+        (node,) = [node for node in status["nodes"] if node["name"] == "two"]
+        return bool(re.fullmatch(r"fetching: \d+ % of [\d.]+ MB from one, \d+ MB/s", node["activity"]))
+
+    start_source()
+    # 25 MB take 8 s at this rate; what came is put on the disk every 5 s.
+    _start(two, SWARM_MODEL_TRANSFER_MBIT_S="24")
+    _until(two, is_fetching)
+    deadline_s = time.monotonic() + 20
+    while not (_store(two) / "present").exists():
+        assert time.monotonic() < deadline_s, two.log()
+        time.sleep(0.05)
+    two.processes[0].kill()
+    two.processes[0].wait()
+    with ModelStore(_store(two).parent).open(_store(two).name) or pytest.fail() as stored:
+        kept = sum(stored.pieces[number].bytes for number in stored.present)
+        for number in stored.present:
+            assert stored.manifest.verify(stored.pieces[number], piece_bytes(stored.index, stored, number))
+        wanted = set(expert_numbers(stored.pieces).values())
+        assert 0 < kept < 24_883_200 and set(stored.present) < wanted
+
+    _start(two, SWARM_MODEL_TRANSFER_MBIT_S="24")
+    _until(two, is_fetching)
+    one.processes[0].kill()
+    one.processes[0].wait()
+    time.sleep(1.0)
+    start_source()
+    for host in (one, two):
+        host.wait_ready(2, within_s=60)
+    _until(one, lambda status: all(node["planned"] and node["ready"] == node["planned"] for node in status["nodes"]))
+    assert one.run("ask", QUESTION).stdout.strip() == ANSWER
+    assert _fetched_bytes(two) + kept <= 24_883_200  # 120 experts of the demo model, none of them twice
