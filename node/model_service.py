@@ -97,14 +97,14 @@ class ModelService:
 
     async def _layout(self, request: web.Request) -> web.Response:
         copy = await self._copy(request)
-        path = copy.index.paths[0]
-        layout = self._layouts.get(path)
+        model_id = copy.manifest.model_id
+        layout = self._layouts.get(model_id)
         if layout is None:
             try:
                 layout = await asyncio.to_thread(read_layout, copy.index)
             except ModelError as error:
                 raise _refusal(web.HTTPServiceUnavailable, "unreadable", str(error)) from error
-            self._layouts = {path: layout}  # the last one only: vocabularies can take 50 MB
+            self._layouts = {model_id: layout}  # the last one only: vocabularies can take 50 MB
         return web.Response(body=layout.to_bytes(), content_type=BINARY)
 
     async def _pieces(self, request: web.Request) -> web.StreamResponse:

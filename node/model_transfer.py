@@ -77,6 +77,8 @@ class Transfer:
     sizes: Sequence[int]
     sources: Mapping[str, Source]
     _missing: set[int] = field(init=False)
+    #: Of the pieces that are not there yet.
+    missing_bytes: int = field(init=False)
     _asked: set[int] = field(init=False, default_factory=set)
     # Received, and being verified: the request that brought them may have ended.
     _verifying: set[int] = field(init=False, default_factory=set)
@@ -88,16 +90,12 @@ class Transfer:
     def __post_init__(self) -> None:
         self.wanted = sorted(set(self.wanted))
         self._missing = set(self.wanted)
+        self.missing_bytes = sum(self.sizes[number] for number in self._missing)
 
     @property
     def complete(self) -> bool:
         """Whether every wanted piece is there."""
         return not self._missing
-
-    @property
-    def missing_bytes(self) -> int:
-        """Of the pieces that are not there yet."""
-        return sum(self.sizes[number] for number in self._missing)
 
     def next(self, now_s: float) -> Ask | None:
         """What to ask now; None while there is nothing to ask of anybody. Counts as asked until ``ended``."""
@@ -139,7 +137,9 @@ class Transfer:
 
     def verified(self, ask: Ask, number: int) -> None:
         """A piece came, was right, and is kept."""
-        self._missing.discard(number)
+        if number in self._missing:
+            self._missing.remove(number)
+            self.missing_bytes -= self.sizes[number]
         self._verifying.discard(number)
         self._partial.pop(number, None)
         self._whole.discard(number)

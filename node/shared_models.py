@@ -90,8 +90,9 @@ class SharedModels:
         """Offers a model of the user's own, whose content is known. Raises ModelError."""
         manifest = await asyncio.to_thread(local_manifest, index)
         if manifest.model_id == index.model_id:
-            copy = self._local[index.model_id] = LocalCopy(index, manifest)
-            size = sum(piece.bytes for piece in copy.pieces)
+            copy = LocalCopy(index, manifest)
+            size = await asyncio.to_thread(lambda: sum(piece.bytes for piece in copy.pieces))
+            self._local[index.model_id] = copy
             self._local_offers.append(Offer(index.model_id, self.name_of(index), size, whole=True, trunk=True))
             self._on_change()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -159,6 +160,11 @@ def _until(host: Host, done: Callable[[dict[str, Any]], bool], within_s: float =
     raise AssertionError(f"{status}\n{host.log()[-3000:]}")
 
 
+def _present_bytes(host: Host) -> int:
+    (info,) = ModelStore(_store(host).parent).models()
+    return info.present_bytes
+
+
 def _fetched_bytes(host: Host) -> float:
     (line,) = [x for x in host.curl("/metrics")[1].splitlines() if x.startswith("swarm_model_fetched_bytes_total ")]
     return float(line.split()[1])
@@ -192,6 +198,13 @@ def test_killed_in_the_middle_it_goes_on_where_it_was(three: list[Host]) -> None
             assert stored.manifest.verify(stored.pieces[number], piece_bytes(stored.index, stored, number))
         wanted = set(expert_numbers(stored.pieces).values())
         assert 0 < kept < 24_883_200 and set(stored.present) < wanted
+
+    _start(two, SWARM_MODEL_TRANSFER_MBIT_S="24")
+    _until(two, is_fetching)
+    two.processes[1].send_signal(signal.SIGINT)
+    assert two.processes[1].wait(5) in (0, 130)
+    assert two.pids() == [] and "Traceback" not in two.log() and "Error" not in two.log()
+    kept = _present_bytes(two)  # what was not on the disk when it was interrupted is put there
 
     _start(two, SWARM_MODEL_TRANSFER_MBIT_S="24")
     _until(two, is_fetching)
