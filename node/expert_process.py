@@ -21,7 +21,7 @@ from typing import Any
 from node import wire
 from node.counters import Counters
 from node.errors import ExpertProcessError, ExpertProcessExited, ExpertProcessGaveUp, SwarmError
-from node.parent_death import child_environment
+from node.parent_death import NO_BACKTRACE, child_environment
 from node.paths import PYTHON_MODULE
 
 log = logging.getLogger(__name__)
@@ -259,7 +259,7 @@ class ExpertProcess:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=stderr,
-                env=child_environment(self._environment),
+                env=child_environment({**NO_BACKTRACE, **self._environment}),
                 start_new_session=True,
                 limit=MAX_ANSWER_BYTES,
             )

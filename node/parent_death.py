@@ -22,6 +22,10 @@ PARENT_VARIABLE = "SWARM_PARENT_PID"
 _PR_SET_PDEATHSIG = 1
 
 
+# ggml's abort() calls a debugger where there is one, which can take minutes: a child that must die does so at once.
+NO_BACKTRACE = {"GGML_NO_BACKTRACE": "1"}
+
+
 def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment for a child that calls `tie_to_parent`, with `extra` added."""
     return {**os.environ, **(extra or {}), PARENT_VARIABLE: str(os.getpid())}

@@ -26,6 +26,7 @@ import aiohttp
 import kernels
 from node.errors import SwarmError
 from node.layer_programs import EXPERT_TENSOR_PATTERN, router_environment
+from node.parent_death import NO_BACKTRACE
 from node.routing import RoutingTable
 
 log = logging.getLogger(__name__)
@@ -392,7 +393,7 @@ async def _start(
         *options.extra,
     ]
     environment = router_environment() | dict(extra_environment)
-    environment |= {
+    environment |= NO_BACKTRACE | {
         "SWARM_CONTROL": f"unix:{socket_path}",
         "SWARM_PARENT_PID": str(os.getpid()),
         # Not on the command line, where every user of the machine could read it.

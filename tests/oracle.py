@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from node.parent_death import NO_BACKTRACE
+
 _MAGIC = b"SWLG"
 _HEADER_BYTES = 28
 
@@ -92,7 +94,7 @@ def evaluate(
             (folder / "jobs").write_text("\n".join(lines[len(results) :]) + "\n")
             done = subprocess.run(
                 [native_program("swarm-logits"), "--jobs", folder / "jobs"],
-                env={**os.environ, **(env or {})},
+                env={**os.environ, **NO_BACKTRACE, **(env or {})},
                 capture_output=True,
                 text=True,
                 timeout=timeout_s,

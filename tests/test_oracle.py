@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -40,8 +41,13 @@ def test_a_bad_job_costs_itself_alone(tmp_path: Path) -> None:
 
 def test_a_job_that_kills_the_process_costs_itself_alone() -> None:
     good = Job(moe_model(QWEN3MOE, "Q4_K_M"), n_generate=1)
-    # A thread count that ggml refuses with abort().
-    results = oracle.evaluate([good, Job(good.model, n_threads=100_000), good])
+    # More threads than there is room for: ggml calls abort(). Without the limit they would be all that the machine can have.
+    former = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (16 << 30, former[1]))
+    try:
+        results = oracle.evaluate([good, Job(good.model, n_threads=100_000), good])
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, former)
     assert [isinstance(result, str) for result in results] == [False, True, False]
     assert "ended with status" in str(results[1])
 
