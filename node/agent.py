@@ -499,7 +499,11 @@ class Agent:
         return {
             "starting": "the router engine is starting",
             "failed": f"the router engine failed: {router.reason}",
-        }.get(router.state, "waiting for slices")
+        }.get(router.state, self._routers_activity() or "waiting for slices")
+
+    def _routers_activity(self) -> str:
+        found = self.routing_node()
+        return f"{found[0].name} is {found[0].activity}" if found is not None and found[0].activity else ""
 
     # --- pieces
 
