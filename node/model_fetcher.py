@@ -158,6 +158,7 @@ class _Run:
         self._asked_s: dict[str, float] = {}
         self._last = ""
         self._arrivals: deque[tuple[float, int]] = deque(maxlen=4096)
+        self._asks: set[Ask] = set()
         self._asking: set[asyncio.Task[None]] = set()
         self._n_verifying = 0
         self._hopeless_since_s: float | None = None
@@ -170,6 +171,7 @@ class _Run:
                     self._wake.clear()
                     self._follow_sources(tasks)
                     while (ask := self._transfer.next(time.monotonic())) is not None:
+                        self._asks.add(ask)
                         tasks.create_task(self._ask(ask, tasks), name=f"fetch pieces {ask.first} to {ask.last}")
                     if (committing is None or committing.done()) and self._commit_is_due():
                         committing = tasks.create_task(self._commit(), name="commit pieces")
@@ -190,6 +192,9 @@ class _Run:
 
     async def close(self) -> None:
         """Waits for the threads, and keeps what they wrote."""
+        # Of tasks that were cancelled before they began. Sources outlive this fetch, and would count as asked for good.
+        for ask in list(self._asks):
+            self._end(ask)
 
         def finish() -> None:
             self._executor.shutdown(wait=True, cancel_futures=True)
@@ -251,8 +256,12 @@ class _Run:
             source.has = None  # which may have changed by then
             self._asked_s.pop(ask.source, None)
         finally:
-            self._transfer.ended(ask)
-            self._wake.set()
+            self._end(ask)
+
+    def _end(self, ask: Ask) -> None:
+        self._asks.discard(ask)
+        self._transfer.ended(ask)
+        self._wake.set()
 
     async def _receive(self, ask: Ask, source: Source, tasks: asyncio.TaskGroup) -> None:
         sizes = self._transfer.sizes

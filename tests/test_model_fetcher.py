@@ -16,7 +16,7 @@ from node import model_fetcher, model_service
 from node.errors import ModelError, NotAuthenticated
 from node.model_identity import local_manifest
 from node.model_pieces import expert_numbers, trunk_numbers
-from node.model_transfer import RateLimit
+from node.model_transfer import Ask, RateLimit, Transfer
 from node.swarm_key import SwarmKey
 
 
@@ -262,6 +262,27 @@ async def test_what_is_committed_survives_a_fetch_that_is_cancelled(tmp_path: Pa
             assert 0 < n_present < len(stored.pieces)
         with await begin(fetcher, copy, tmp_path) as again:
             assert len(again.present) == n_present
+
+
+async def test_a_request_that_never_began_is_not_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is known of the sources outlives a fetch that ends with an error in between."""
+    copy, next_ask = local_copy(), Transfer.next
+
+    def ask_and_fail(self: Transfer, now_s: float) -> Ask | None:
+        if any(source.in_flight for source in self.sources.values()):
+            raise ModelError("the disk is full")
+        return next_ask(self, now_s)
+
+    async with serving(copy) as node, fetching(node) as fetcher:
+        with await begin(fetcher, copy, tmp_path) as stored:
+            with monkeypatch.context() as patched:
+                patched.setattr(Transfer, "next", ask_and_fail)
+                with pytest.raises(ModelError, match="the disk is full"):
+                    await fetcher.fetch(stored, range(len(stored.pieces)))
+            assert node.asked == []
+            async with asyncio.timeout(10):
+                await fetcher.fetch(stored, range(len(stored.pieces)))
+            assert stored.present.is_full
 
 
 async def test_a_limited_rate_is_kept(tmp_path: Path) -> None:
