@@ -12,7 +12,7 @@ import platform
 import tempfile
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ from node.placement import Candidate, elect
 from node.records import RATE_MAX, VERSION, Device, Model, Record, Router, encode
 from node.router_engine import EngineOptions, ExpertFailure
 from node.router_role import KnownNode, RouterRole
-from node.slice_ranges import describe
+from node.slice_ranges import Slice, describe
 from node.status import status_routes
 from node.swarm_key import SwarmKey
 from node.swarm_model import SwarmModel
@@ -133,6 +133,16 @@ class Agent:
             offers=self.shared.offers,
             fetches=self.served is None and self.model.fetched is not None,
         )
+
+    def _models_in_use(self) -> dict[str, tuple[Sequence[Slice], bool]]:
+        """What this node needs of which models: slices, and whether the trunk."""
+        used: dict[str, tuple[Sequence[Slice], bool]] = {}
+        if self.model.fetched is not None:
+            used[self.model.fetched.model_id] = ((), self.role is not None)
+        if self.holder is not None and self.holder.model_id is not None:
+            _, trunk = used.get(self.holder.model_id, ((), False))
+            used[self.holder.model_id] = (self.holder.in_use, trunk)
+        return used
 
     def _can_route_fetched(self) -> bool:
         return self.role is not None or self.model.can_be_routed(self._programs)
@@ -229,8 +239,7 @@ class Agent:
                         running.cancel()
                     running = None if self.role is None else tasks.create_task(self.role.run(), name="router")
                     self.wake()
-                used = (self.model.fetched.model_id if self.model.fetched is not None else None, self._holds_model())
-                self.shared.keep([model_id for model_id in used if model_id is not None])
+                self.shared.keep(self._models_in_use())
                 if self.role is not None:
                     self.role.update(self._known_nodes())
                 self.peering.publish(encode(self.record()))

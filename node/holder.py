@@ -75,6 +75,12 @@ class Holder:
         """Slices that answer calls now."""
         return tuple(sorted(self._held)) if self._alive.is_set() else ()
 
+    @property
+    def in_use(self) -> tuple[Slice, ...]:
+        """Slices that are held, or are to be, and are read again after a crash."""
+        wanted = self._wanted[2] if self._wanted is not None else ()
+        return tuple({*self._held, *wanted})
+
     def want(self, index: ModelIndex, programs: ModelPrograms, slices: Sequence[Slice]) -> None:
         """Says what to hold from now on. Slices that are held and not wanted stay until their memory is needed."""
         wanted = (index, programs, tuple(sorted(slices)))

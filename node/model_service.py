@@ -8,7 +8,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -50,6 +50,8 @@ class Copy(Protocol):
     @property
     def present(self) -> PieceBitmap: ...
 
+    def missing(self, numbers: Iterable[int]) -> list[int]: ...
+
 
 @dataclass(frozen=True)
 class LocalCopy:
@@ -67,6 +69,10 @@ class LocalCopy:
     def present(self) -> PieceBitmap:
         """All of them."""
         return PieceBitmap.full(len(self.pieces))
+
+    def missing(self, numbers: Iterable[int]) -> list[int]:
+        """None of them."""
+        return []
 
 
 class ModelService:
@@ -114,7 +120,8 @@ class ModelService:
             raise _refusal(
                 web.HTTPBadRequest, "bad_request", f"pieces {first} to {last} are not among {len(copy.pieces)}"
             )
-        missing = copy.present.missing(range(first, last + 1))
+        numbers = range(first, last + 1)
+        missing = copy.missing(numbers)
         if missing:
             raise _refusal(web.HTTPNotFound, "piece_missing", f"piece {missing[0]} is not here")
         total = sum(piece.bytes for piece in copy.pieces[first : last + 1])
@@ -132,6 +139,8 @@ class ModelService:
                     delay_s = self._limit.delay_s(len(chunk), time.monotonic())
                     if delay_s > 0:
                         await asyncio.sleep(delay_s)
+                    if copy.missing(numbers):
+                        raise ConnectionAbortedError("the pieces were dropped while they were read")
                     async with asyncio.timeout(_STALL_S):
                         await response.write(chunk)
                     self.sent_bytes += len(chunk)

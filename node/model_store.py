@@ -5,6 +5,7 @@
              about.json  the model's name, for people
              model*.gguf the files, sparse, with all tensors at the source's own offsets
              present     which pieces are there (node/piece_bitmap.py)
+             user-*      one for each that uses the model, locked by it
              lock        held shared by whoever uses the model, exclusively by who removes it
 
 A piece is verified before it is written, and counts as present only when it is on the disk and the new bitmap has replaced

@@ -55,6 +55,12 @@ class PieceBitmap:
                 raise IndexError(f"piece {number} of {self.count}")
             self._bits[number >> 3] |= 1 << (number & 7)
 
+    def remove(self, numbers: Iterable[int]) -> None:
+        """Removes numbers; those that are not present do not matter."""
+        for number in numbers:
+            if number in self:
+                self._bits[number >> 3] &= ~(1 << (number & 7))
+
     def missing(self, numbers: Iterable[int]) -> list[int]:
         """Those of ``numbers`` that are not present, in their order."""
         return [number for number in numbers if number not in self]

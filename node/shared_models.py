@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from node.errors import ModelError, SwarmError
@@ -20,7 +20,7 @@ from node.model_transfer import RateLimit
 from node.peer_http import PeerClient
 from node.records import OFFERS_MAX, Offer
 from node.slice_ranges import Slice
-from node.stored_model import StoredModel
+from node.stored_model import StoredModel, StoreFull
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +58,7 @@ class SharedModels:
         self._used_s: dict[str, float] = {}
         # Of what the node serves or holds: never removed.
         self._pinned: set[str] = set()
+        self._used: dict[str, tuple[Sequence[Slice], bool]] = {}
         self._stored_offers: tuple[Offer, ...] = ()
         self._wanted: tuple[str, str] | None = None
         self._problem = ""
@@ -111,9 +112,11 @@ class SharedModels:
             raise ModelError(self._problem)
         return None
 
-    def keep(self, model_ids: Collection[str]) -> None:
-        """Says which of the models that were looked up are in use; the others may be removed for what is fetched."""
-        self._pinned &= set(model_ids) | ({self._wanted[0]} if self._wanted is not None else set())
+    def keep(self, used: Mapping[str, tuple[Sequence[Slice], bool]]) -> None:
+        """Says what is in use of the models that were looked up, by id: slices, and whether the trunk is. Anything else may be
+        removed for what is fetched."""
+        self._used = dict(used)
+        self._pinned &= set(used) | ({self._wanted[0]} if self._wanted is not None else set())
 
     async def provide(self, index: ModelIndex, slices: Sequence[Slice]) -> None:
         """Fetches the experts of these slices that are missing, if the index is of fetched files. Raises ModelError."""
@@ -175,12 +178,25 @@ class SharedModels:
             return
         needed = sum(stored.pieces[number].bytes for number in missing)
         await self._close_idle(0.0)
-        await asyncio.to_thread(self._store.make_room, needed)
+        try:
+            await asyncio.to_thread(self._store.make_room, needed)
+        except StoreFull:
+            await asyncio.to_thread(self._drop_unused, stored, missing)
+            await asyncio.to_thread(self._store.make_room, needed)
         try:
             await self.fetcher.fetch(stored, missing, self._tell)
         finally:
             self.activity = ""
             await self._list_stored()
+
+    def _drop_unused(self, stored: StoredModel, wanted: Sequence[int]) -> None:
+        """Makes space by dropping pieces of a model that is in use, but not they. Blocks."""
+        slices, trunk = self._used.get(stored.model_id, ((), False))
+        numbers = expert_numbers(stored.pieces)
+        used = {numbers[layer, expert] for layer, first, last in slices for expert in range(first, last + 1)}
+        used |= set(wanted) | (set(trunk_numbers(stored.pieces)) if trunk else set())
+        dropped = stored.drop([number for number in stored.present if number not in used])
+        log.info("%s: dropped %d bytes that this node no longer uses", stored.name, dropped)
 
     def _tell(self, progress: Progress) -> None:
         if time.monotonic() - self._told_s >= _TELL_S:

@@ -8,11 +8,13 @@ import fcntl
 import hashlib
 import logging
 import os
+import secrets
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from node.errors import ModelError
+from node.holes import punch_hole
 from node.model_index import ModelIndex
 from node.model_manifest import Manifest
 from node.model_pieces import Piece, pieces
@@ -22,6 +24,8 @@ log = logging.getLogger(__name__)
 
 # pwritev takes 1,024 buffers at most on Linux and macOS.
 _BUFFERS_MAX = 512
+# Of the files that say who uses a model, each locked by its user.
+_USER = "user-"
 
 
 class PieceWrong(ModelError):
@@ -48,7 +52,12 @@ class StoredModel:
         self._idle = threading.Condition(self._mutex)
         self._n_working = 0
         self._files: dict[str, int] = {}
-        self._present = read_present(folder, len(self.pieces))
+        self._user = folder / f"{_USER}{secrets.token_hex(8)}"
+        with locked(folder / "present.lock"):
+            # Before the list is read: from now on nobody else drops pieces of it.
+            self._user_lock = os.open(self._user, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._user_lock, fcntl.LOCK_EX)
+            self._present = read_present(folder, len(self.pieces))
 
     @property
     def model_id(self) -> str:
@@ -106,6 +115,48 @@ class StoredModel:
                 self._present.add(present)
                 self._written -= written
 
+    def drop(self, numbers: Iterable[int]) -> int:
+        """Gives the disk space of pieces back, if nobody else uses the model; their bytes, 0 if somebody does. Blocks.
+
+        Raises ModelError.
+        """
+        with self._working():
+            try:
+                with locked(self.folder / "present.lock"):
+                    if not self._is_only_user():
+                        return 0
+                    present = read_present(self.folder, len(self.pieces))
+                    dropped = [number for number in dict.fromkeys(numbers) if number in present]
+                    present.remove(dropped)
+                    # Whatever happens from here on, no piece is listed that is not there.
+                    _replace(self.folder / "present", present.to_bytes())
+                    with self._mutex:
+                        self._present.remove(dropped)
+                    for number in dropped:
+                        for part in self.pieces[number].parts(self.index):
+                            punch_hole(self._file(part.path), part.offset, part.bytes)
+            except OSError as error:
+                raise disk_error(error, self.folder, 0) from error
+        return sum(self.pieces[number].bytes for number in dropped)
+
+    def _is_only_user(self) -> bool:
+        """Also removes what users left that were killed. The lock of the list is held, so nobody comes meanwhile."""
+        for path in self.folder.glob(f"{_USER}*"):
+            if path == self._user:
+                continue
+            try:
+                lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            except FileNotFoundError:
+                continue
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink(missing_ok=True)
+            except BlockingIOError:
+                return False
+            finally:
+                os.close(lock)
+        return True
+
     def close(self) -> None:
         """Ends the use, once no thread is at work. What was not committed is lost."""
         with self._mutex:
@@ -114,6 +165,8 @@ class StoredModel:
                 os.close(descriptor)
             self._files.clear()
             if self._lock >= 0:
+                self._user.unlink(missing_ok=True)
+                os.close(self._user_lock)
                 os.close(self._lock)
                 self._lock = -1
 

@@ -174,6 +174,34 @@ def test_the_least_recently_used_goes_first_and_never_what_is_in_use(tmp_path: P
     assert sorted(path.name for path in store.folder.iterdir()) == ["lock"]
 
 
+def test_pieces_are_dropped_only_by_the_only_user(tmp_path: Path) -> None:
+    index, manifest, layout = source(LARGE)
+    store = new_store(tmp_path)
+    with store.create(manifest, layout, "x") as stored:
+        numbers = sorted(expert_numbers(stored.pieces).values())
+        for number in numbers:
+            stored.write(number, [piece_bytes(index, stored, number)])
+        stored.commit()
+        before = disk_bytes(stored.folder)
+        with store.open(manifest.model_id) or pytest.fail():
+            assert stored.drop(numbers[:8]) == 0
+            assert stored.present.missing(numbers) == []
+        gone = stored.drop(numbers[:8] + numbers[:2])
+        assert gone == 8 * stored.pieces[numbers[0]].bytes
+        assert stored.missing(numbers) == numbers[:8]
+        assert before - disk_bytes(stored.folder) > 0.99 * gone
+        _verify(stored)  # what is beside the holes
+        assert not any(piece_bytes(stored.index, stored, numbers[0]))
+        stored.write(numbers[0], [piece_bytes(index, stored, numbers[0])])
+        stored.commit()
+    with store.open(manifest.model_id) or pytest.fail() as again:
+        assert again.missing(numbers) == numbers[1:8]
+        _verify(again)
+        # A user that was killed does not count.
+        (again.folder / "user-0123").touch()
+        assert again.drop([numbers[-1]]) == again.pieces[numbers[-1]].bytes
+
+
 def store_shape(seed: int):
     import dataclasses
 
