@@ -33,10 +33,12 @@ from kernels.errors import (  # noqa: E402
     BuildMismatch,
     ComputeError,
     LoadError,
+    NotFinite,
     NotHeld,
     ProgramError,
     ProgramMismatch,
 )
+from kernels.expert_reference import TensorSource, expert_rows  # noqa: E402
 
 __all__ = [
     "BadCall",
@@ -48,17 +50,20 @@ __all__ = [
     "ExpertStore",
     "LoadError",
     "NoDevice",
+    "NotFinite",
     "NotHeld",
     "Program",
     "ProgramError",
     "ProgramMismatch",
     "SliceInfo",
     "TensorParts",
+    "TensorSource",
     "build_id",
     "choose_device",
     "cpu_quota",
     "default_threads",
     "devices",
+    "expert_rows",
     "native_path",
 ]
 

@@ -7,13 +7,22 @@
     ValueError    ProgramMismatch  the call names another layer program than the one loaded
     LookupError   NotHeld          the layer or an expert of the call is not held
     RuntimeError  LoadError        a slice cannot be loaded
-    RuntimeError  ComputeError     the device failed, or a result is not finite
+    RuntimeError  ComputeError     the device failed; NotFinite, its subclass: a result is not finite
     RuntimeError  BuildMismatch    parts of different builds met in one process
 """
 
-from kernels._kernels import BadCall, ComputeError, LoadError, NotHeld, ProgramError, ProgramMismatch
+from kernels._kernels import BadCall, ComputeError, LoadError, NotFinite, NotHeld, ProgramError, ProgramMismatch
 
-__all__ = ["BadCall", "BuildMismatch", "ComputeError", "LoadError", "NotHeld", "ProgramError", "ProgramMismatch"]
+__all__ = [
+    "BadCall",
+    "BuildMismatch",
+    "ComputeError",
+    "LoadError",
+    "NotFinite",
+    "NotHeld",
+    "ProgramError",
+    "ProgramMismatch",
+]
 
 
 class BuildMismatch(RuntimeError):

@@ -298,7 +298,7 @@ class _Experts:
                 part = memoryview(data).cast("B")[expert * self._one : (expert + 1) * self._one]
                 self._ready[expert] = dequantise(type_name, ne, part).astype(np.float64)
             else:
-                self._ready[expert] = self._tensor[expert].astype(np.float64)
+                self._ready[expert] = self._tensor[expert].astype(np.float64, copy=False)
         return self._ready[expert]
 
 

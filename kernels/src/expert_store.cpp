@@ -2,6 +2,7 @@
 
 #include "program_graph.hpp"
 #include "tensor_files.hpp"
+#include "weight_types.hpp"
 
 #include "ggml-alloc.h"
 #include "ggml-backend.h"
@@ -35,20 +36,6 @@ constexpr size_t kept_values_bytes_max = size_t{ 16 } << 20;
 // Multiplications worth a thread: 0.3 ms of a core. To wake one takes up to 0.05 ms, and where the cores are busy a step
 // waits for the thread that has none: three processes of two threads each on two cores took five times as long.
 constexpr int64_t thread_products_min = int64_t{ 1 } << 22;
-
-// GGML_TYPE_COUNT when there is none of that name. Integers, doubles and the formats of activations (q8_1, q8_K) are no
-// types of weights: ggml would call a null pointer.
-ggml_type weight_type(const std::string & name) {
-    for (int i = 0; i < GGML_TYPE_COUNT; i++) {
-        const ggml_type type  = static_cast<ggml_type>(i);
-        const char *    known = ggml_type_name(type);
-        if (known != nullptr && ggml_blck_size(type) > 0 && ggml_type_size(type) > 0 && name == known &&
-            (type == GGML_TYPE_F32 || ggml_get_type_traits(type)->to_float != nullptr)) {
-            return type;
-        }
-    }
-    return GGML_TYPE_COUNT;
-}
 
 bool all_finite(const float * values, int64_t n) {
     // On the bits, because a floating-point reduction would not vectorise: all exponent bits set is Inf or NaN.
@@ -575,9 +562,8 @@ void ExpertStore::compute_pairs(const FfnCall & call, const Slice & slice, const
         scale(target + static_cast<size_t>(i) * n_out, slice.shape.n_out, scratch.weight[static_cast<size_t>(i)]);
     }
     if (!all_finite(target, n_pairs * slice.shape.n_out)) {
-        throw ComputeError("layer " + std::to_string(call.layer) + ": experts " + std::to_string(slice.info.first) +
-                           " to " + std::to_string(slice.info.last) + " gave a value that is not finite on device " +
-                           device_name_);
+        throw NotFinite("layer " + std::to_string(call.layer) + ": experts " + std::to_string(slice.info.first) + " to " +
+                        std::to_string(slice.info.last) + " gave a value that is not finite on device " + device_name_);
     }
     for (int64_t i = 0; !whole && i < n_pairs; i++) {
         std::memcpy(rows + static_cast<size_t>(pairs[i]) * n_out, target + static_cast<size_t>(i) * n_out,

@@ -35,6 +35,9 @@ struct ProgramMismatch : std::runtime_error {
 struct ComputeError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
+struct NotFinite : ComputeError {
+    using ComputeError::ComputeError;
+};
 
 // A call that could not begin in time, or that too many others wait before.
 struct TooLate : std::runtime_error {

@@ -3,6 +3,7 @@
 #include "call_server.hpp"
 #include "expert_store.hpp"
 #include "program.hpp"
+#include "weight_types.hpp"
 
 #include "ggml-backend.h"
 #include "ggml-cpp.h"
@@ -28,6 +29,8 @@ struct Device {
     std::string name;
     std::string description;
     std::string type;
+    std::string backend;
+    std::string chip;  // the PCI address in lower case; empty: not known
     uint64_t    memory_free_bytes  = 0;
     uint64_t    memory_total_bytes = 0;
     bool        computes_ffn       = false;
@@ -73,13 +76,14 @@ std::vector<Device> devices() {
         if (d.name == "Swarm") {
             continue;
         }
-        size_t free  = 0;
-        size_t total = 0;
-        ggml_backend_dev_memory(device, &free, &total);
+        ggml_backend_dev_props props = {};
+        ggml_backend_dev_get_props(device, &props);
         d.description        = ggml_backend_dev_description(device);
         d.type               = type_name(ggml_backend_dev_type(device));
-        d.memory_free_bytes  = free;
-        d.memory_total_bytes = total;
+        d.backend            = ggml_backend_reg_name(ggml_backend_dev_backend_reg(device));
+        d.chip               = props.device_id != nullptr ? props.device_id : "";
+        d.memory_free_bytes  = props.memory_free;
+        d.memory_total_bytes = props.memory_total;
         d.computes_ffn       = computes_ffn(device);
         found.push_back(std::move(d));
     }
@@ -131,6 +135,24 @@ FloatArray ffn(swarm::ExpertStore & store, uint64_t program_digest, int layer, c
     return out;
 }
 
+// One tensor of an expert as ggml's scalar code reads it: [n_values] float64.
+py::array_t<double> dequantise(const std::string & type, int64_t row_values, const py::buffer & data, int64_t n_values) {
+    const py::buffer_info info = data.request();
+    if (info.ndim != 1 || info.itemsize != 1 || info.strides[0] != 1) {
+        throw py::type_error("the data must be bytes");
+    }
+    if (n_values < 0 || n_values > int64_t{ 1 } << 40) {
+        throw std::invalid_argument(std::to_string(n_values) + " values");
+    }
+    py::array_t<double> out(n_values);
+    double * const      target = out.mutable_data();
+    {
+        const py::gil_scoped_release release;
+        swarm::dequantise(type, row_values, n_values, static_cast<const uint8_t *>(info.ptr), static_cast<size_t>(info.size), target);
+    }
+    return out;
+}
+
 }  // namespace
 
 namespace {
@@ -169,7 +191,9 @@ PYBIND11_MODULE(_kernels, m) {
     py::register_exception<swarm::BadCall>(m, "BadCall", PyExc_ValueError);
     py::register_exception<swarm::NotHeld>(m, "NotHeld", PyExc_LookupError);
     py::register_exception<swarm::ProgramMismatch>(m, "ProgramMismatch", PyExc_ValueError);
-    py::register_exception<swarm::ComputeError>(m, "ComputeError", PyExc_RuntimeError);
+    const auto compute_error = py::register_exception<swarm::ComputeError>(m, "ComputeError", PyExc_RuntimeError);
+    // After its base, since the last one registered is asked first.
+    py::register_exception<swarm::NotFinite>(m, "NotFinite", compute_error);
 
     m.attr("build_id") = SWARM_BUILD_ID;
     m.def("ggml_commit", [] { return std::string(ggml_commit()); });
@@ -179,10 +203,13 @@ PYBIND11_MODULE(_kernels, m) {
         .def_readonly("name", &Device::name)
         .def_readonly("description", &Device::description)
         .def_readonly("type", &Device::type)
+        .def_readonly("backend", &Device::backend)
+        .def_readonly("chip", &Device::chip)
         .def_readonly("memory_free_bytes", &Device::memory_free_bytes)
         .def_readonly("memory_total_bytes", &Device::memory_total_bytes)
         .def_readonly("computes_ffn", &Device::computes_ffn);
     m.def("devices", &devices);
+    m.def("dequantise", &dequantise, py::arg("type"), py::arg("row_values"), py::arg("data"), py::arg("n_values"));
 
     py::class_<swarm::Program>(m, "Program")
         .def(py::init(&swarm::Program::parse), py::arg("text"))
