@@ -57,7 +57,7 @@ class ExpertCalls:
             del body
             request = decode() if n_bytes <= LARGE_BYTES else await self._off_loop(decode)
             del decode
-            call_id, layer_number, dtype = request.id, request.layer, request.dtype
+            call_id, model_id, layer_number, dtype = request.id, request.model, request.layer, request.dtype
             try:
                 work, n_pairs = self._prepare(request)
                 deadline_s = arrived_s + request.deadline_ms / 1000
@@ -78,6 +78,8 @@ class ExpertCalls:
                 raise CallRefused(str(error), kind="failed", layer=layer_number) from None
             except CallRefused as error:
                 error.layer = layer_number if error.layer is None else error.layer
+                if isinstance(error, _NotFinite):
+                    self._slices.suspect(model_id, layer_number, error.suspects)
                 raise
             self._counters["bytes_sent"] += len(reply)
             return 200, reply
@@ -95,7 +97,7 @@ class ExpertCalls:
 
     def _prepare(self, request: wire.CallRequest) -> tuple[Callable[[], Any], int]:
         """What the worker thread has to do for a call, and its number of pairs. Raises CallRefused."""
-        model, layer, _ = self._slices.find(request.model, request.layer, request.program)
+        _, layer, _ = self._slices.find(request.model, request.layer, request.program)
         seen = self._terms.get(request.model, 0)
         if request.term < seen:
             raise CallRefused(
@@ -107,7 +109,7 @@ class ExpertCalls:
         self._slices.require(request.model, layer, request.expert)
         n_pairs = len(request.expert)
         shape = (n_pairs if request.reduce == "rows" else request.n_rows, layer.n_out)
-        return partial(_compute, self._kernels, model.store, request, shape), n_pairs
+        return partial(_compute, self._kernels, layer.store, request, shape), n_pairs
 
     def refuse(self, error: CallRefused) -> tuple[int, bytes]:
         """The HTTP status and message that say why; counted."""
@@ -123,9 +125,18 @@ class ExpertCalls:
             self._counters[name] += value
 
 
+class _NotFinite(CallRefused):
+    """A result that holds Inf or NaN; `suspects` are all experts of the call."""
+
+    def __init__(self, message: str, suspects: list[int]) -> None:
+        super().__init__(message, kind="failed", retry=True, experts=suspects[: wire.MAX_ERROR_EXPERTS])
+        self.suspects = suspects
+
+
 def _compute(kernels: ModuleType, store: Any, request: wire.CallRequest, shape: tuple[int, int]) -> Any:
     """Runs in the worker thread. Raises CallRefused, whatever the kernels raise."""
-    experts = [int(e) for e in np.unique(request.expert)[: wire.MAX_ERROR_EXPERTS]]
+    suspects = [int(e) for e in np.unique(request.expert)]
+    experts = suspects[: wire.MAX_ERROR_EXPERTS]
     try:
         y = store.ffn(
             request.program,
@@ -143,10 +154,12 @@ def _compute(kernels: ModuleType, store: Any, request: wire.CallRequest, shape: 
         raise CallRefused(str(error), kind="program_mismatch") from None
     except kernels.BadCall as error:
         raise CallRefused(str(error), kind="bad_request", experts=experts) from None
+    except kernels.NotFinite as error:
+        raise _NotFinite(str(error), suspects) from None
     except kernels.ComputeError as error:
         raise CallRefused(str(error), kind="failed", retry=True, experts=experts) from None
     if y.shape != shape:
         raise CallRefused(f"the result has shape {y.shape}, expected {shape}", kind="failed", experts=experts)
     if not np.isfinite(y).all():
-        raise CallRefused("the result holds a value that is not finite", kind="failed", experts=experts)
+        raise _NotFinite("the result holds a value that is not finite", suspects)
     return y

@@ -34,6 +34,9 @@ BACK_OFF_MOST_S = 5.0
 MAX_CRASHES = 5
 CRASH_WINDOW_S = 60.0
 
+# NumPy's threads wait busily for work, which costs the threads that answer calls.
+_ONE_BLAS_THREAD = {"OPENBLAS_NUM_THREADS": "1", "VECLIB_MAXIMUM_THREADS": "1"}
+
 _Key = tuple[str, str, int, int, int]
 
 
@@ -50,18 +53,20 @@ class SliceOrder:
 
 @dataclass(frozen=True)
 class SliceAnswer:
-    """What became of a slice order. `reason` is why it failed, None when the slice is ready."""
+    """What became of a slice order. `reason` is why it failed, None when the slice is ready. `note`: of a slice that is ready, why it
+    is not on the device that it was meant for."""
 
     layer: int
     first: int
     last: int
     memory_bytes: int
     reason: str | None
+    note: str = ""
 
 
 @dataclass(frozen=True)
 class ProcessEvent:
-    """`kind`: started, exited, reloaded (all that it held before a crash is back) or gave_up."""
+    """`kind`: started, exited, reloaded (all that it held before a crash is back), withdrawn (a slice) or gave_up."""
 
     kind: str
     message: str
@@ -127,6 +132,8 @@ class ExpertProcess:
         #: Called in a thread with a model's id before its slices are loaded again after a crash; raises SwarmError when the
         #: files are not what they were.
         self.check_files: Callable[[str], None] = lambda model: None
+        #: Told of a slice of a model that was ready and is not any more, and why.
+        self.on_withdrawn: Callable[[str, SliceAnswer], None] = lambda model, answer: None
         #: Whether the server shall measure its device when it starts. It is not asked again after a crash.
         self.measures_speed = False
         #: Expert weights that its device reads in a second; 0: not measured.
@@ -259,7 +266,7 @@ class ExpertProcess:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=stderr,
-                env=child_environment({**NO_BACKTRACE, **self._environment}),
+                env=child_environment({**NO_BACKTRACE, **_ONE_BLAS_THREAD, **self._environment}),
                 start_new_session=True,
                 limit=MAX_ANSWER_BYTES,
             )
@@ -336,7 +343,8 @@ class ExpertProcess:
             if reason is None:
                 self._held[model, where.layer, where.first, where.last] = held
                 self._held_bytes[model, where.layer, where.first, where.last] = int(told.get("bytes", 0))
-            result = SliceAnswer(where.layer, where.first, where.last, int(told.get("bytes", 0)), reason)
+            note = str(told.get("note", ""))
+            result = SliceAnswer(where.layer, where.first, where.last, int(told.get("bytes", 0)), reason, note)
             if on_answer is not None:
                 on_answer(result)
             return result
@@ -404,6 +412,9 @@ class ExpertProcess:
             if kind == "statistics":
                 self.counters.take(_counters(message))
                 return
+            if kind == "withdrawn":
+                self._withdrawn(message)
+                return
             asked = {"ready": "load", "failed": "load", "dropped": "drop"}[kind]
             key = (asked, message["model"], message["layer"], message["first"], message["last"])
             answer = run.answers.pop(key)
@@ -412,6 +423,14 @@ class ExpertProcess:
             return
         if not answer.done():
             answer.set_result(message)
+
+    def _withdrawn(self, message: Mapping[str, Any]) -> None:
+        model, layer, first, last = (message[name] for name in ("model", "layer", "first", "last"))
+        self._held.pop((model, layer, first, last), None)
+        self._held_bytes.pop((model, layer, first, last), None)
+        reason = str(message["reason"])
+        self._tell("withdrawn", f"layer {layer}, experts {first} to {last}: {reason}")
+        self.on_withdrawn(model, SliceAnswer(layer, first, last, 0, reason))
 
     async def _end(self, run: _Run) -> None:
         def ask(step: int) -> None:

@@ -424,6 +424,7 @@ async def serve(kernels: ModuleType, options: argparse.Namespace, out: TextIO) -
             "devices": devices,
         }
     )
+    server.slices.on_withdrawn = control.say
     control.start()
     asides = [asyncio.create_task(control.report_statistics())]
     if options.measure:

@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from node.errors import SwarmError
-from node.expert_process import ExpertProcess, ProcessEvent, SliceOrder
+from node.expert_process import ExpertProcess, ProcessEvent, SliceAnswer, SliceOrder
 from node.layer_programs import ModelPrograms
 from node.model_index import ModelIndex
-from node.slice_ranges import Slice, gaps, surplus
+from node.slice_ranges import Slice, describe, gaps, surplus
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +49,7 @@ class Holder:
         self._wanted: tuple[ModelIndex, ModelPrograms, tuple[Slice, ...]] | None = None
         self._wanted_changed = asyncio.Event()
         self._held: dict[Slice, int] = {}  # → memory_bytes
+        self._notes: dict[Slice, str] = {}  # of those held on another device than was meant
         self._held_model: ModelIndex | None = None
         self._alive = asyncio.Event()
         self.problem = ""
@@ -64,6 +65,7 @@ class Holder:
             on_event=self._process_event,
         )
         self.process.check_files = self._check_files
+        self.process.on_withdrawn = self._slice_withdrawn
 
     @property
     def model_id(self) -> str | None:
@@ -129,7 +131,7 @@ class Holder:
             if sum(self._held.values()) + needed > self._memory_bytes:
                 await self._drop(piece)
         if not to_load:
-            self._tell("")
+            self._tell(self._note())
             return
         if not await self._provided(index, to_load):
             return
@@ -151,11 +153,13 @@ class Holder:
         for answer in answers:
             if answer.reason is None:
                 self._held[answer.layer, answer.first, answer.last] = answer.memory_bytes
+                if answer.note:
+                    self._notes[answer.layer, answer.first, answer.last] = answer.note
             else:
                 problems.append(f"layer {answer.layer}, experts {answer.first} to {answer.last}: {answer.reason}")
         if problems:
             raise SwarmError("; ".join(problems[:3]))
-        self._tell("")
+        self._tell(self._note())
 
     async def _provided(self, index: ModelIndex, slices: Sequence[Slice]) -> bool:
         """Whether the bytes of the slices are there; False when something else is wanted by now."""
@@ -177,8 +181,25 @@ class Holder:
     async def _drop(self, piece: Slice) -> None:
         assert self._held_model is not None
         self._held.pop(piece)
+        self._notes.pop(piece, None)
         self._on_change()
         await self.process.drop(self._held_model.model_id, *piece)
+
+    def _slice_withdrawn(self, model_id: str, answer: SliceAnswer) -> None:
+        """A slice that was ready failed its proof later: it is tried again, on another device if there is one."""
+        if self._held_model is None or self._held_model.model_id != model_id:
+            return
+        if self._held.pop((answer.layer, answer.first, answer.last), None) is not None:
+            self._notes.pop((answer.layer, answer.first, answer.last), None)
+            self._tell(f"layer {answer.layer}, experts {answer.first} to {answer.last}: {answer.reason}")
+            self._wanted_changed.set()
+
+    def _note(self) -> str:
+        """Of the slices that are on another device than was meant: which, and why."""
+        by_note: dict[str, list[Slice]] = {}
+        for piece in sorted(self._notes):
+            by_note.setdefault(self._notes[piece], []).append(piece)
+        return "; ".join(f"{describe(pieces)} {note}" for note, pieces in by_note.items())
 
     @staticmethod
     def _bytes(index: ModelIndex, piece: Slice) -> int:

@@ -57,7 +57,7 @@ class NativeCalls:
         self._server.publish(
             model_id,
             layer.number,
-            model.store,
+            layer.store,
             layer.program.digest,
             layer.n_in,
             layer.n_out,

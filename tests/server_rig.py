@@ -29,7 +29,9 @@ def digest(program: str = PROGRAM) -> int:
 def order(
     layer: int = 0, first: int = 2, last: int = 4, kind: str = "f32", n_in: int = N_IN, n_out: int = N_OUT
 ) -> SliceOrder:
-    tensor = {"type": kind, "ne": [n_in, n_out], "parts": [{"path": "model.gguf", "offset": 0, "bytes": 64}]}
+    # The offset tells the fake reference which weights are meant.
+    part = {"path": "model.gguf", "offset": 1000 * layer + first, "bytes": 64}
+    tensor = {"type": kind, "ne": [n_in, n_out], "parts": [part]}
     return SliceOrder(layer, first, last, {"w.weight": tensor})
 
 
