@@ -5,7 +5,7 @@ Everything is summed in float64 and expert by expert, so that the results of a w
 The cosine says little: 0.99975 allows a relative L2 of 2.2 %, and one expert of many that is scaled by 1.01 does not move it.
 So each expert is looked at alone. Its *gain*, <a, b> / <b, b>, is 1 but for noise that falls with the number of values, so a
 wrong factor stands out long before it shows in the difference as a whole. With real weights one row can be 40 times as large as
-the others, and its noise is then that of all: the *typical gain*, the median of the rows' own gains, does not see it, while a wrong
+the others, and its noise is then that of all: the *typical gain* and the *typical row*, medians over the rows, do not see it, while a wrong
 factor is in every row.
 """
 
@@ -26,9 +26,8 @@ class ExpertComparison:
     """One expert's rows of one backend, a, against those of another, b.
 
     `gain`: <a, b> / <b, b>. `typical_gain`: the median over rows of <a_i, b_i> / <b_i, b_i>, without rows in which b is zero.
-    `relative_l2`: |a - b| / |b|. `residual`: |a - gain·b| / |b|, what is not a factor. `worst_row`: the largest |a_i - b_i| of a row,
-    relative to |b_i|, or to the median of all |b_i| where that is more; a row that stands in another's place shows here. With b
-    all zero, gains are 1 and the others are 0 if a is zero too, else infinite. `n_not_finite`: values of a or b that are Inf or
+    `relative_l2`: |a - b| / |b|. `typical_row`, `worst_row`: the median and the largest |a_i - b_i| of a row, relative to |b_i|, or
+    to the median of all |b_i| where that is more; a row that stands in another's place shows in the largest. With b all zero, gains are 1 and the others are 0 if a is zero too, else infinite. `n_not_finite`: values of a or b that are Inf or
     NaN; with any, the other figures are NaN.
     """
 
@@ -37,7 +36,7 @@ class ExpertComparison:
     gain: float
     typical_gain: float
     relative_l2: float
-    residual: float
+    typical_row: float
     worst_row: float
     max_abs: float
     n_not_finite: int
@@ -153,17 +152,15 @@ def _of_expert(rows: _Rows) -> ExpertComparison:
     gain = ab / bb if bb else 1.0
     gains = own_ab[own_bb > 0] / own_bb[own_bb > 0]
     sizes = np.maximum(own_bb, np.median(own_bb)) if n_outputs else own_bb
+    errors = [_ratio(d, size) for d, size in zip(own_differences.tolist(), sizes.tolist(), strict=True)]
     return ExpertComparison(
         n_rows=n_rows,
         n_outputs=n_outputs,
         gain=gain,
         typical_gain=float(np.median(gains)) if len(gains) else 1.0,
         relative_l2=_ratio(differences, bb),
-        # |a - g b|² = |a - b|² - (g - 1)² |b|², but for what rounding leaves of the difference of two numbers.
-        residual=_ratio(max(0.0, differences - (gain - 1) ** 2 * bb), bb),
-        worst_row=max(
-            (_ratio(d, size) for d, size in zip(own_differences.tolist(), sizes.tolist(), strict=True)), default=0.0
-        ),
+        typical_row=float(np.median(errors)) if errors else 0.0,
+        worst_row=max(errors, default=0.0),
         max_abs=rows.max_abs,
         n_not_finite=0,
     )

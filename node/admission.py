@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from kernels.equivalence import Tally
-from kernels.tolerances import family, problem, rows_needed, tolerance
+from kernels.tolerances import family, is_swiglu, problem, rows_needed, tolerance
 from node.number_formats import Floats, Ints
 
 #: Experts of one call, and of one step of the reference: few, so that calls of a slice that serves already get their turn.
@@ -79,7 +79,7 @@ class Golden:
         self._width = min((length for source in matrices for length in source.ne), default=n_in)
         # Biases and scales are exact; only the types of matrices make noise.
         self.types = tuple(sorted({source.type for source in matrices}))
-        self._tolerance = tolerance(family(device_type), "reference", self.types, swiglu=_is_swiglu(program.text))
+        self._tolerance = tolerance(family(device_type), "reference", self.types, swiglu=is_swiglu(program.text))
         needed = rows_needed(self._tolerance, self._width)
         self.n_inputs = next((prime for prime in _PRIMES if prime >= needed), _PRIMES[-1])
         generator = np.random.default_rng(20)
@@ -136,10 +136,3 @@ class Golden:
         h = self._h[of_pair if self._program.input == "pair" else of_row]
         weight = None if self._weight is None else self._weight[of_pair]
         return GoldenCall(h, row, np.asarray(experts, np.int32), weight, len(of_row), of_pair)
-
-
-def _is_swiglu(program_text: str) -> bool:
-    activations = [
-        line for line in program_text.splitlines() if " glu " in line or " unary " in line or " sqr " in line
-    ]
-    return all(" glu swiglu" in line for line in activations)

@@ -16,6 +16,7 @@ from typing import Any
 from node.config import add_flags
 from node.errors import ConfigError, SwarmError
 from node.model_command import add_model_command
+from node.verify_command import add_verify_command
 
 #: Has a long answer, also from a model that knows little.
 TRACE_PROMPT = "Write a long story about a cat who lives in Paris."
@@ -125,6 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     add_flags(doctor)
     doctor.set_defaults(run=_doctor)
     add_model_command(commands)
+    add_verify_command(commands)
     keygen = commands.add_parser(
         "keygen",
         help="make a swarm key",

@@ -57,14 +57,14 @@ async def swarm_status(options: argparse.Namespace) -> dict[str, Any]:
     """The status document of the node that ``options`` name, or of one that is found. Raises SwarmError."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
         url = await find_node(session, options)
-        return await _get(session, f"{url}/status")
+        return await get_document(session, f"{url}/status")
 
 
 async def run_peers(options: argparse.Namespace) -> int:
     """Shows how a node found the others and reaches them. Raises SwarmError."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
         url = await find_node(session, options)
-        document = await _get(session, f"{url}/peers")
+        document = await get_document(session, f"{url}/peers")
     if options.json:
         print(json.dumps(document, indent=1))
     else:
@@ -100,7 +100,8 @@ async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
         return False
 
 
-async def _get(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
+async def get_document(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
+    """A JSON document of a node. Raises SwarmError."""
     try:
         async with session.get(url) as response:
             if response.status != 200:

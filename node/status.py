@@ -95,6 +95,7 @@ def _node(record: Record, url: str, silent_s: float, alive: bool, wanted: dict[s
         "alive": alive,
         "silent_s": round(silent_s, 1),
         "platform": record.platform,
+        "expert_port": record.expert_port,
         "devices": [{"name": d.name, "type": d.type, "memory_bytes": d.memory_bytes} for d in record.devices],
         "memory_bytes": record.memory_bytes,
         "expert_bytes_per_s": record.expert_bytes_per_s,

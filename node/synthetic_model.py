@@ -120,6 +120,16 @@ def write_synthetic_model(
         raise ModelError(f"{path} cannot be written: {error.strerror or error}{needed}") from error
 
 
+def expert_tensors(
+    shape: SyntheticShape, *, n_expert: int, expert_type: str | None = None, seed: int = 0
+) -> list[NewTensor]:
+    """The gate, up and down tensors of the first `n_expert` experts of layer 0, as `write_synthetic_model` makes them for a model
+    with so many. Raises ModelError when the shape and the type do not fit each other."""
+    tensors = _Tensors(replace(shape, n_expert=n_expert), expert_type, seed)
+    tensors.add_experts(0, "blk.0.")
+    return [tensor for tensor in tensors.all if "_exps." in tensor.name]
+
+
 def _check_space(path: Path, total: int) -> None:
     free = shutil.disk_usage(path.parent).free
     if free < total:
@@ -180,7 +190,7 @@ class _Tensors:
             else:
                 self._vector(prefix + "ffn_norm.weight", shape.n_embd, 0.9, 1.1)
                 self._attention(layer, prefix, gated=False)
-            self._experts(layer, prefix)
+            self.add_experts(layer, prefix)
 
     def _more_bits(self, layer: int) -> str:
         """llama-quantize's choice for attn_v and ffn_down in Q4_K_M; of the whole model, however many layers are written."""
@@ -218,7 +228,7 @@ class _Tensors:
         self._matrix(prefix + "ffn_up_shexp.weight", "q4_K", shape.n_embd, shape.n_ff_shared)
         self._matrix(prefix + "ffn_down_shexp.weight", self._more_bits(layer), shape.n_ff_shared, shape.n_embd)
 
-    def _experts(self, layer: int, prefix: str) -> None:
+    def add_experts(self, layer: int, prefix: str) -> None:
         shape = self.shape
         # Router logits with a standard deviation of 2: the experts that are used get clearly different weights.
         self._matrix(prefix + "ffn_gate_inp.weight", "f32", shape.n_embd, shape.n_expert, spread=2 * shape.n_embd**-0.5)

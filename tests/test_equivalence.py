@@ -39,7 +39,7 @@ def test_the_figures_are_those_of_the_formulas(seed: int, n_experts: int, n_rows
         sizes = np.maximum(norms, np.sqrt(np.median(norms**2)))
         assert one.worst_row == pytest.approx((np.linalg.norm(x - y, axis=1) / sizes).max(), rel=1e-9)
         assert one.typical_gain == pytest.approx(np.median((x * y).sum(1) / norms**2), rel=1e-12)
-        assert one.residual == pytest.approx(np.linalg.norm(x - gains[e] * y) / np.linalg.norm(y), rel=1e-4, abs=1e-8)
+        assert one.typical_row == pytest.approx(np.median(np.linalg.norm(x - y, axis=1) / sizes), rel=1e-9)
 
 
 @given(st.integers(0, 2**32), st.integers(1, 7))
@@ -127,7 +127,7 @@ def test_the_noise_of_this_cpu_is_within_the_limits_and_faults_are_not(type: str
         scaled = a.copy()
         scaled[pairs.expert == 3] *= np.float32(1 + GAIN_FOUND)
         wrong = {e for e, one in compare(scaled, b, pairs.expert).experts().items() if problem(one, allowed, n_ff)}
-        assert wrong == {3} if n_rows == n_many or type == "f32" else wrong <= {3}
+        assert wrong == {3} if n_rows == n_many else wrong <= {3}
         shifted = compare(np.roll(a, 1, axis=0), b, pairs.expert).experts()
         assert all("a row differs by" in problem(one, allowed, n_ff) for one in shifted.values())
 
@@ -144,7 +144,7 @@ def test_a_pair_of_backends_has_the_noise_of_both() -> None:
     assert [tolerances.family(t) for t in ("cpu", "gpu", "igpu", "accel")] == ["cpu", "gpu", "gpu", "gpu"]
     # Swapped experts and rows are far outside of any limit: unrelated vectors differ by the root of 2.
     worst = tolerance("gpu", "cpu", ["q4_K"], swiglu=False)
-    assert worst.row < 0.5 and worst.expert < 0.5
+    assert worst.row <= 0.5 and worst.typical < 0.5
 
 
 def test_a_type_of_every_kind_is_dequantised_as_the_gguf_package_does() -> None:
