@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 import kernels
-from kernels.devices import NoDevice, choose_device
+from kernels.devices import NoDevice, choose_device, is_software, usable_devices
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,14 @@ class Device:
     name: str
     type: str
     computes_ffn: bool = True
+    backend: str = "Made"
+    chip: str = ""
+    memory_total_bytes: int = 8 << 30
+    said: str = ""
 
     @property
     def description(self) -> str:
-        return f"a made-up {self.type}"
+        return self.said or f"a made-up {self.type}"
 
 
 CPU = Device("CPU", "cpu")
@@ -34,6 +38,22 @@ GPU = Device("CUDA0", "gpu")
 GPU1 = Device("CUDA1", "gpu")
 OLD_GPU = Device("OpenCL0", "gpu", computes_ffn=False)
 OTHER = Device("X", "other")
+BIG_GPU = Device("CUDA2", "gpu", memory_total_bytes=24 << 30)
+BIG_IGPU = Device("Vulkan3", "igpu", memory_total_bytes=120 << 30)
+LLVMPIPE = Device(
+    "Vulkan0", "gpu", backend="Vulkan", said="llvmpipe (LLVM 15.0.6, 256 bits)", memory_total_bytes=64 << 30
+)
+SWIFTSHADER = Device("Vulkan0", "gpu", backend="Vulkan", said="SwiftShader Device (LLVM 10.0.0)")
+POCL = Device("GPUOpenCL", "gpu", backend="OpenCL", said="cpu-haswell-AMD EPYC, Portable Computing Language")
+REMOTE = Device("RPC0", "gpu", backend="RPC", said="192.168.1.7:50052", memory_total_bytes=48 << 30)
+# One chip through two backends; ggml spells PCI addresses in lower case, drivers do not all.
+CUDA_CHIP = Device("CUDA0", "gpu", backend="CUDA", chip="0000:c1:00.0")
+VULKAN_CHIP = Device("Vulkan0", "gpu", backend="Vulkan", chip="0000:C1:00.0", memory_total_bytes=9 << 30)
+VULKAN_OTHER_CHIP = Device("Vulkan1", "gpu", backend="Vulkan", chip="0000:41:00.0")
+# As seen: an integrated GPU that calls itself an accelerator under its maker's backend, and igpu under Vulkan.
+GB10_ACCEL = Device("CUDA0", "accel", backend="CUDA", chip="000f:01:00.0")
+GB10_VULKAN = Device("Vulkan0", "igpu", backend="Vulkan", chip="000f:01:00.0")
+OLD_CUDA_CHIP = Device("CUDA0", "gpu", False, backend="CUDA", chip="0000:c1:00.0")
 
 
 @pytest.mark.parametrize(
@@ -49,10 +69,41 @@ OTHER = Device("X", "other")
         ([OLD_GPU, IGPU, CPU], "Vulkan1"),
         ([OLD_GPU, OLD_IGPU, BLAS, CPU], "CPU"),
         ([OTHER, CPU], "CPU"),
+        ([NPU, CPU], "NPU0"),
+        ([GPU, BIG_GPU, GPU1, CPU], "CUDA2"),
+        ([BIG_IGPU, GPU, CPU], "CUDA0"),
+        ([IGPU, BIG_IGPU, CPU], "Vulkan3"),
+        ([LLVMPIPE, CPU], "CPU"),
+        ([SWIFTSHADER, POCL, CPU], "CPU"),
+        ([LLVMPIPE, IGPU, CPU], "Vulkan1"),
+        ([REMOTE, IGPU, CPU], "Vulkan1"),
+        ([REMOTE, CPU], "CPU"),
+        ([VULKAN_CHIP, CUDA_CHIP, CPU], "CUDA0"),
+        ([CUDA_CHIP, VULKAN_CHIP, CPU], "CUDA0"),
+        ([OLD_CUDA_CHIP, VULKAN_CHIP, CPU], "Vulkan0"),
+        ([GB10_VULKAN, GB10_ACCEL, CPU], "CUDA0"),
+        ([GB10_ACCEL, BLAS, CPU], "CUDA0"),
     ],
 )
 def test_the_best_device_that_can(devices: list[Device], chosen: str) -> None:
     assert choose_device(devices) == chosen
+
+
+def test_each_chip_once_and_the_best_first() -> None:
+    devices = [CPU, VULKAN_OTHER_CHIP, VULKAN_CHIP, LLVMPIPE, CUDA_CHIP, REMOTE, BLAS, IGPU]
+    assert [device.name for device in usable_devices(devices)] == ["Vulkan1", "CUDA0", "Vulkan1", "CPU"]
+    assert usable_devices(devices)[0] is VULKAN_OTHER_CHIP and usable_devices(devices)[2] is IGPU
+    # Two devices without an address may be two chips.
+    assert [device.name for device in usable_devices([GPU, GPU1])] == ["CUDA0", "CUDA1"]
+
+
+def test_software_that_passes_for_a_gpu_is_used_when_it_is_named() -> None:
+    assert choose_device([LLVMPIPE, CPU], "Vulkan0") == "Vulkan0"
+    assert is_software(LLVMPIPE) and is_software(POCL)
+    # A CPU may well be named so by those who make it.
+    assert not is_software(Device("CPU", "cpu", said="llvmpipe")) and not is_software(CUDA_CHIP)
+    with pytest.raises(NoDevice, match="Vulkan0 is software that passes for a GPU, and is used only when named"):
+        choose_device([LLVMPIPE])
 
 
 def test_a_named_device() -> None:
@@ -83,7 +134,7 @@ def test_the_devices_of_this_machine() -> None:
     cpu = devices["CPU"]
     assert cpu.type == "cpu"
     assert cpu.computes_ffn
-    assert cpu.description
+    assert cpu.description and cpu.backend == "CPU" and cpu.chip == ""
     assert 0 < cpu.memory_free_bytes <= cpu.memory_total_bytes
     assert kernels.choose_device() in devices
     assert kernels.ExpertStore("cpu", 1).device == "CPU"
