@@ -473,5 +473,6 @@ def _ending(returncode: int | None) -> str:
             name = signal.Signals(-returncode).name
         except ValueError:
             name = f"signal {-returncode}"
-        return f"the expert server was ended by {name}"
+        hint = ": this build is for another CPU; `swarm-node doctor` says more" if name == "SIGILL" else ""
+        return f"the expert server was ended by {name}{hint}"
     return f"the expert server ended with code {returncode}"

@@ -6,15 +6,18 @@ import asyncio
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from typing import Any
 
 import psutil
 
 from node.checks import Check
 from node.config import Config
+from node.gguf_file import GGML_TYPES, TYPE_IDS
 from node.identity import state_root
 from node.memory_limit import free_memory_bytes, memory_limit
 from node.paths import PYTHON_MODULE
@@ -24,8 +27,11 @@ from node.swiglu import SWIGLU_PROGRAM
 _FFN_TIMEOUT_S = 90.0
 _PROGRAMS = ("llama-server", "swarm-programs", "libggml-swarm.so")
 _GIB = 2**30
-# Relative error of an expert's output. A wrong expert or tensor gives about 1, an F16 or Q8 activation far less than this.
-_TOLERANCE = {"f32": 0.01, "q8_0": 0.05}
+# What a CPU does with an instruction it lacks: the compiler was told of another CPU, or the kernel hides what this one has.
+_ILLEGAL = (
+    "This build uses instructions that this CPU, or its kernel, does not have. Install again with "
+    'CMAKE_ARGS="-DGGML_NATIVE=OFF" pip install ., which uses none beyond the platform\'s least'
+)
 
 
 def check_build(config: Config) -> Check:
@@ -79,7 +85,7 @@ def check_devices(config: Config) -> Check:
 
 
 async def check_ffn(config: Config) -> Check:
-    """An expert FFN on the chosen device gives the numbers of the NumPy reference."""
+    """An expert FFN with each type of weights gives, on the chosen device, what ggml's scalar code and NumPy give."""
     # In a process of its own: a driver that fails may take the process with it.
     process = await asyncio.create_subprocess_exec(
         *(*PYTHON_MODULE, "node.machine_checks", config.experts.device),
@@ -97,53 +103,89 @@ async def check_ffn(config: Config) -> Check:
         if process.returncode is None:
             process.kill()
             await process.wait()
+    if process.returncode == -signal.SIGILL:
+        return Check("test FFN", "failed", "the process was ended by SIGILL, an illegal instruction", _ILLEGAL)
     if process.returncode != 0:
         last = (errors.decode(errors="replace").strip().splitlines() or [""])[-1]
         return Check("test FFN", "failed", f"the process ended with status {process.returncode}: {last[:300]}", advice)
-    result = json.loads(output)
-    found = f"on {result['device']}, off the reference by " + ", ".join(
-        f"{error:.1e} ({kind.upper()})" for kind, error in result["errors"].items()
-    )
-    # Also false for NaN.
-    right = all(result["errors"][kind] <= limit for kind, limit in _TOLERANCE.items())
-    return Check("test FFN", "ok", found) if right else Check("test FFN", "failed", f"wrong numbers {found}", advice)
+    return ffn_check(json.loads(output), advice)
+
+
+def ffn_check(result: Mapping[str, Any], advice: str) -> Check:
+    """What a result of ``ffn_errors`` means."""
+    errors: dict[str, float] = result["errors"]
+    found = f"on {result['device']}, {len(errors)} types of weights"
+    if errors:
+        least, most = min(errors, key=errors.__getitem__), max(errors, key=errors.__getitem__)
+        found += f" off the reference by {errors[least]:.1e} ({least.upper()}) to {errors[most]:.1e} ({most.upper()})"
+    if result["unable"]:
+        found += f"; it cannot compute {', '.join(result['unable']).upper()}"
+    if result["wrong"]:
+        why = "; ".join(f"{kind.upper()}: {reason}" for kind, reason in result["wrong"].items())
+        return Check("test FFN", "failed", f"wrong numbers {found}. {why}", advice)
+    return Check("test FFN", "ok", found) if errors else Check("test FFN", "failed", found, advice)
 
 
 def ffn_errors(device: str) -> dict[str, Any]:
-    """Computes small made-up layers on a device and in NumPy: the device's name, and relative errors by tensor type."""
-    import gguf
+    """Computes a small made-up layer of each type of weights on a device, and as float64 from ggml's scalar code.
+
+    `device`: its name. `errors`: the relative L2 by type. `wrong`: why, of the types whose results are beyond the limits of
+    kernels/tolerances.py. `unable`: the types that the device does not compute.
+    """
     import numpy as np
 
     import kernels
-    from kernels import reference
+    from kernels.equivalence import compare
+    from kernels.tolerances import family, problem, tolerance
+    from node.random_blocks import BLOCK_TYPES, random_blocks
 
-    n_embd, n_ff, n_expert, first, last, n_rows = 64, 96, 4, 1, 3, 5
-    shapes = {"up": (n_ff, n_embd), "gate": (n_ff, n_embd), "down": (n_embd, n_ff)}
-    errors, used = {}, ""
-    for kind in _TOLERANCE:
-        generator = np.random.default_rng(1)
-        program, tensors, parts = kernels.Program(SWIGLU_PROGRAM), {}, {}
+    width, n_expert, first, last, n_rows = 256, 4, 1, 3, 9
+    name = kernels.choose_device(device)
+    of = family(next(d.type for d in kernels.devices() if d.name == name))
+    program = kernels.Program(SWIGLU_PROGRAM)
+    generator = np.random.default_rng(1)
+    h = generator.standard_normal((n_rows, width), np.float32)
+    row, expert = np.divmod(np.arange(n_rows * 3, dtype=np.int32), 3)
+    expert += first
+    weight = generator.uniform(0.5, 1, len(row)).astype(np.float32)
+    errors: dict[str, float] = {}
+    wrong: dict[str, str] = {}
+    unable: list[str] = []
+    for kind in BLOCK_TYPES:
+        _, block_values, block_bytes = GGML_TYPES[TYPE_IDS[kind]]
+        one = width * width // block_values * block_bytes
         with tempfile.NamedTemporaryFile(prefix="swarm-node-doctor-") as file:
-            for name, (n_out, n_in) in shapes.items():
-                values = generator.standard_normal((n_expert, n_out, n_in), np.float32) * np.float32(n_in**-0.5)
-                data = gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind.upper()]).tobytes()
-                one = len(data) // n_expert
-                place = (file.name, file.tell() + first * one, (last - first + 1) * one)
-                tensors[f"ffn_{name}_exps.weight"] = (kind, (n_in, n_out), data)
-                parts[f"ffn_{name}_exps.weight"] = kernels.TensorParts(kind, (n_in, n_out), [place])
-                file.write(data)
+            sources = {}
+            for number, tensor in enumerate(sorted(program.tensors)):
+                file.write(random_blocks(generator, kind, n_expert * one // block_bytes, width**-0.5).tobytes())
+                place = (file.name, (number * n_expert + first) * one, (last - first + 1) * one)
+                sources[tensor] = kernels.TensorSource(kind, [width, width], [place])
             file.flush()
-            store = kernels.ExpertStore(device, threads=1)
-            store.load(0, program, first, last, n_expert, parts)
-        row = np.repeat(np.arange(n_rows, dtype=np.int32), 2)
-        expert = np.array([first + (r + k) % 3 for r in range(n_rows) for k in range(2)], np.int32)
-        weight = generator.uniform(0.1, 1, len(row)).astype(np.float32)
-        h = generator.standard_normal((n_rows, n_embd), np.float32)
-        got = store.ffn(program.digest, 0, h, row, expert, weight, n_rows, "sum")
-        expected = reference.ffn(SWIGLU_PROGRAM, tensors, h, row, expert, weight, n_rows, "sum")
-        errors[kind] = float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
-        used = store.device
-    return {"device": used, "errors": errors}
+            store = kernels.ExpertStore(name, threads=1)
+            parts = {n: kernels.TensorParts(s.type, list(s.ne), list(s.parts)) for n, s in sources.items()}
+            try:
+                store.load(0, program, first, last, n_expert, parts)
+            except kernels.LoadError:
+                unable.append(kind)
+                continue
+            try:
+                got = store.ffn(program.digest, 0, h, row, expert, weight, n_rows, "rows")
+            except kernels.ComputeError as error:
+                wrong[kind] = str(error)
+                continue
+            expected = np.empty(got.shape)
+            for e in range(first, last + 1):
+                own = expert == e
+                expected[own] = kernels.expert_rows(
+                    SWIGLU_PROGRAM, sources, e - first, last - first + 1, h[row[own]], weight[own]
+                )
+        tally = compare(got, expected, expert)
+        errors[kind] = tally.result().relative_l2
+        allowed = tolerance(of, "reference", [kind])
+        problems = [why for one in tally.experts().values() if (why := problem(one, allowed, width))]
+        if problems:
+            wrong[kind] = problems[0]
+    return {"device": name, "errors": errors, "wrong": wrong, "unable": unable}
 
 
 def check_cpu(config: Config) -> Check:

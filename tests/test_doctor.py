@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from aiohttp import web
 from lan_rig import lan, needs_namespaces
@@ -22,6 +23,7 @@ from node.doctor import examine
 from node.machine_checks import ffn_errors
 from node.memory_limit import MemoryLimit
 from node.network_checks import multicast_problem
+from node.random_blocks import BLOCK_TYPES
 
 NAMES = [
     "build",
@@ -87,8 +89,8 @@ def test_all_right(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert kernels.build_id() in checks["build"]["found"]
     assert "libswarm-ggml-base" in checks["build"]["found"]
     assert f"auto is {kernels.choose_device()}" in checks["devices"]["found"]
-    assert "F32" in checks["test FFN"]["found"]
-    assert "Q8_0" in checks["test FFN"]["found"]
+    assert f"{len(BLOCK_TYPES)} types of weights" in checks["test FFN"]["found"]
+    assert "(F32)" in checks["test FFN"]["found"]
     assert "experts 1" in checks["CPU"]["found"]
     assert "0.1 GiB" in checks["memory"]["found"]
     assert "'here' of swarm 'doctors'" in checks["settings"]["found"]
@@ -147,8 +149,15 @@ def test_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("kill -ABRT $$", "status -6"),
         ("echo oh dear >&2; exit 3", "status 3: oh dear"),
-        ("""echo '{"device": "X", "errors": {"f32": 0.5, "q8_0": 0.01}}'""", "wrong numbers on X"),
-        ("""echo '{"device": "X", "errors": {"f32": NaN, "q8_0": 0.01}}'""", "wrong numbers on X"),
+        ("kill -ILL $$", "ended by SIGILL"),
+        (
+            """echo '{"device": "X", "errors": {"f32": 0.5}, "wrong": {"f32": "a row differs"}, "unable": ["q8_0"]}'""",
+            "wrong numbers on X, 1 types of weights off the reference by 5.0e-01 (F32) to 5.0e-01 (F32); it cannot compute Q8_0. F32: a row differs",
+        ),
+        (
+            """echo '{"device": "X", "errors": {}, "wrong": {}, "unable": ["f32"]}'""",
+            "on X, 0 types of weights; it cannot compute F32",
+        ),
         ("exec sleep 30", "no result"),
     ],
 )
@@ -165,14 +174,41 @@ async def test_a_device_that_fails(script: str, found: str, tmp_path: Path, monk
 
 
 def test_wrong_tensors_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tolerance is far from what a mistake gives: gate and up in each other's place."""
-    right = ffn_errors("auto")["errors"]
-    assert all(right[kind] < limit for kind, limit in machine_checks._TOLERANCE.items())
+    """In every type: gate and up in each other's place."""
+    right = ffn_errors("auto")
+    assert set(right["errors"]) == set(BLOCK_TYPES) and right["wrong"] == {} and right["unable"] == []
     swapped = machine_checks.SWIGLU_PROGRAM.replace("%1 %0", "%0 %1")
     program = kernels.Program
     monkeypatch.setattr(kernels, "Program", lambda text: program(swapped))
-    wrong = ffn_errors("auto")["errors"]
-    assert all(wrong[kind] > 5 * limit for kind, limit in machine_checks._TOLERANCE.items())
+    assert set(ffn_errors("auto")["wrong"]) == set(BLOCK_TYPES)
+
+
+def test_a_type_that_is_computed_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Store(kernels.ExpertStore):
+        def load(self, layer: int, program: Any, first: int, last: int, n: int, tensors: Any) -> Any:
+            if self.kind == "q3_K":
+                raise kernels.LoadError("device CPU cannot compute MUL_MAT_ID on q3_K")
+            return super().load(layer, program, first, last, n, tensors)
+
+        def ffn(self, *arguments: Any) -> Any:
+            return super().ffn(*arguments) * np.float32(1.1 if self.kind == "iq4_nl" else 1)
+
+    kinds: list[str] = []
+    parts = kernels.TensorParts
+
+    def noted(kind: str, ne: Any, places: Any) -> Any:
+        kinds.append(kind)
+        return parts(kind, ne, places)
+
+    monkeypatch.setattr(Store, "kind", property(lambda self: kinds[-1]), raising=False)
+    monkeypatch.setattr(kernels, "TensorParts", noted)
+    monkeypatch.setattr(kernels, "ExpertStore", Store)
+    found = ffn_errors("auto")
+    assert found["unable"] == ["q3_K"] and list(found["wrong"]) == ["iq4_nl"]
+    check = machine_checks.ffn_check(found, "do something")
+    assert (
+        check.state == "failed" and "it cannot compute Q3_K. IQ4_NL: " in check.found and check.advice == "do something"
+    )
 
 
 def test_a_state_folder_that_cannot_be(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
