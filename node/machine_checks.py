@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -32,6 +33,17 @@ _ILLEGAL = (
     "This build uses instructions that this CPU, or its kernel, does not have. Install again with "
     'CMAKE_ARGS="-DGGML_NATIVE=OFF" pip install ., which uses none beyond the platform\'s least'
 )
+# ggml's libraries that are no backend for experts: its core, and one that hands calls to other machines.
+_NO_BACKENDS = frozenset({"base", "rpc"})
+
+
+def compiled_backends() -> list[str]:
+    """The ggml backends that this build was made with, such as cpu, cuda and vulkan; whether they find a device is another matter."""
+    from kernels import _kernels
+
+    folder = Path(_kernels.ggml_library_path()).parent
+    names = {path.stem.removeprefix("libswarm-ggml-") for path in folder.glob("libswarm-ggml-*")}
+    return sorted(names - _NO_BACKENDS)
 
 
 def check_build(config: Config) -> Check:
@@ -46,6 +58,7 @@ def check_build(config: Config) -> Check:
         except FileNotFoundError:
             missing.append(program)
     found = f"build {kernels.build_id()}, Python {platform.python_version()}, ggml {_kernels.ggml_library_path()}"
+    found += f", backends {', '.join(compiled_backends())}"
     if len(missing) == len(_PROGRAMS):
         found += "; expert-only: holds experts, cannot be the router"
         if config.model.path and config.router.enabled:
@@ -66,13 +79,14 @@ def check_build(config: Config) -> Check:
 
 
 def check_devices(config: Config) -> Check:
-    """Every ggml device, and the one that holds experts."""
+    """Every ggml device, and the one that holds experts. A warning when a backend was built for which there is none."""
     import kernels
 
+    devices = kernels.devices()
     parts = [
         f"{d.name} ({d.type}, {d.description}, {d.memory_free_bytes / _GIB:.1f} of {d.memory_total_bytes / _GIB:.1f} GiB free"
         f"{'' if d.computes_ffn else ', computes no expert'})"
-        for d in kernels.devices()
+        for d in devices
     ]
     found = "; ".join(parts) or "none"
     try:
@@ -81,6 +95,12 @@ def check_devices(config: Config) -> Check:
     except kernels.NoDevice as error:
         return Check("devices", "failed", f"{found}. {error}", "Set [experts] device to one of these, or to auto")
     found += f"; auto is {automatic}" + (f", [experts] device is {chosen}" if chosen != automatic else "")
+    others = [name for name in compiled_backends() if name not in ("cpu", "blas")]
+    if others and not any(d.type in ("gpu", "igpu", "accel") and d.computes_ffn for d in devices):
+        advice = "Install or repair the GPU's driver, and see whether this user may use the GPU; or install without that backend"
+        return Check(
+            "devices", "warning", f"{found}. This build has {', '.join(others)}, which found no device", advice
+        )
     return Check("devices", "ok", found)
 
 

@@ -136,6 +136,26 @@ def test_a_check_that_raises_is_a_finding(capsys: pytest.CaptureFixture[str], mo
     assert checks["test FFN"]["state"] == checks["agent port"]["state"] == "ok"
 
 
+def test_compiled_backends_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """INST-4: what was asked for at the build, to be seen without a GPU."""
+    backends = machine_checks.compiled_backends()
+    assert "cpu" in backends
+    assert not {"base", "rpc", ""} & set(backends)
+    assert f"backends {', '.join(backends)}" in doctor(capsys)[1]["build"]["found"]
+
+
+def test_a_backend_without_a_device(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """INST-4: built for a GPU, and the CPU would compute in its place without a word."""
+    cpus = [device for device in kernels.devices() if device.type == "cpu"]
+    monkeypatch.setattr(kernels, "devices", lambda: cpus)
+    monkeypatch.setattr(machine_checks, "compiled_backends", lambda: ["cpu", "cuda"])
+    devices = doctor(capsys)[1]["devices"]
+    assert devices["state"] == "warning"
+    assert "This build has cuda, which found no device" in devices["found"]
+    monkeypatch.setattr(machine_checks, "compiled_backends", lambda: ["blas", "cpu"])
+    assert doctor(capsys)[1]["devices"]["state"] == "ok"
+
+
 def test_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     status, checks = doctor(capsys, "--device", "CUDA7")
     assert status == 1
