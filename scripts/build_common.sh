@@ -27,25 +27,25 @@ take_folder() {
             *) arguments+=("$1"); shift ;;
         esac
     done
-    mkdir -p "$folder"
-    folder=$(cd "$folder" && pwd)
+    folder=$(realpath -m -- "$folder")
     case $folder/ in
-        "$root"/*) fail "$folder is in the repository; name a folder elsewhere with --folder" ;;
+        "$(realpath "$root")"/*) fail "$folder is in the repository; name a folder elsewhere with --folder" ;;
     esac
+    mkdir -p "$folder"
 }
 
-# need PROGRAM PACKAGE …: installs the Debian packages if the program is missing.
-need() {
-    local program=$1
-    shift
-    command -v "$program" >/dev/null && return
+# Installs Debian packages, or says which are needed.
+install_packages() {
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
         say "installing $*"
         { apt-get update -qq && apt-get install -y -qq "$@"; } >/dev/null
     else
-        fail "$program is missing: sudo apt-get install $*"
+        fail "these packages are needed: sudo apt-get install $*"
     fi
 }
+
+# need PROGRAM PACKAGE …: installs the packages if the program is missing.
+need() { command -v "$1" >/dev/null || install_packages "${@:2}"; }
 
 # Runs a command; shows the end of what it wrote only if it fails.
 run() {

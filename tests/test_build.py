@@ -75,6 +75,58 @@ def test_cuda_without_a_toolkit_fails_and_says_so(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize(
+    ("backend", "package", "message"),
+    [
+        ("VULKAN", "Vulkan", "find_package for module Vulkan called with REQUIRED"),
+        ("OPENCL", "OpenCL", "find_package for module OpenCL called with REQUIRED"),
+        ("BLAS", "BLAS", "BLAS not found"),
+    ],
+)
+def test_a_backend_that_cannot_be_built_fails(backend: str, package: str, message: str, tmp_path: Path) -> None:
+    """INST-4: never a build without the backend that was asked for, which computes on the CPU in its place."""
+    done = configure(tmp_path, f"-DGGML_{backend}=ON", f"-DCMAKE_DISABLE_FIND_PACKAGE_{package}=ON")
+    assert done.returncode != 0
+    assert message in words(done.stderr)
+    assert not (tmp_path / "build.ninja").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("build-x86", "avx1024"), "there is no avx1024; name one of baseline, sse42, avx2"),
+        (("build-x86",), "name one of baseline, sse42, avx2"),
+        (("build-native", "../elsewhere"), "../elsewhere is no name"),
+        (("build-arm64", "--arch"), "unknown argument --arch, or one without a value"),
+        (("build-vulkan", "--sweet", "trixie"), "unknown arguments --sweet trixie"),
+        (("build-cuda", "--toolkit-from-pipp"), "unknown argument --toolkit-from-pipp"),
+        (("equivalence", "x87"), "there is no backend x87"),
+        (("verify-gpu", "--gpu-only"), "unknown arguments --gpu-only"),
+    ],
+)
+def test_build_scripts_refuse_what_they_do_not_know(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    def run(folder: Path) -> subprocess.CompletedProcess[str]:
+        script, *others = arguments
+        return subprocess.run(
+            [ROOT / "scripts" / script, *others, "--folder", folder],
+            env={**os.environ, "SWARM_CACHE_DIR": str(tmp_path / "cache")},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    done = run(tmp_path / "builds")
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"swarm-node: {message}")
+    # Nothing was fetched or built for it, and nothing ever is in the repository.
+    assert list((tmp_path / "builds").iterdir()) == []
+    done = run(ROOT / "builds-of-a-test")
+    assert done.returncode == 1
+    assert "builds-of-a-test is in the repository" in done.stderr
+    assert not (ROOT / "builds-of-a-test").exists()
+
+
+@pytest.mark.parametrize(
     ("switch", "similar"),
     [
         ("-DGGML_CUDAA=ON", "GGML_CUDAA; the most similar are: GGML_CUDA, "),

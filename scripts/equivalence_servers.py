@@ -1,0 +1,172 @@
+"""Expert servers of several builds, each with the same layer, and the same calls to each through its port."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+from numpy.typing import NDArray
+
+import kernels
+from kernels import reference
+from node import wire
+from node.errors import SwarmError
+from node.expert_process import ExpertProcess, SliceOrder
+from node.model_index import ModelIndex
+from node.swiglu import SWIGLU_PROGRAM
+
+LAYER = 0
+# An emulated processor takes minutes for what this machine's computes in a second.
+WITHIN_S = 3600
+# A body that a server takes without knowing the layer; larger calls are sent in pieces.
+MAX_ROWS = 512
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A build, by the Python that loads it, and a device of it."""
+
+    name: str
+    python: Path
+    device: str
+
+    @staticmethod
+    def parse(text: str) -> Backend:
+        """From NAME=PYTHON@DEVICE. Raises ValueError."""
+        name, equals, rest = text.partition("=")
+        python, at, device = rest.rpartition("@")
+        if not (name and equals and python and at and device):
+            raise ValueError(f"{text!r} is not NAME=PYTHON@DEVICE")
+        return Backend(name, Path(python), device)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """`h` [n_rows, n_in]; `expert`, `weight` [n_rows, n_used]."""
+
+    h: NDArray[np.float32]
+    expert: NDArray[np.int32]
+    weight: NDArray[np.float32]
+
+    @property
+    def row(self) -> NDArray[np.int32]:
+        """Of each pair, [n_rows * n_used]."""
+        n_rows, n_used = self.expert.shape
+        return np.repeat(np.arange(n_rows, dtype=np.int32), n_used)
+
+
+def make_inputs(index: ModelIndex, n_rows: int, seed: int = 1) -> Inputs:
+    """Rows of normally distributed values; every expert gets about the same number of them, in an order that is random."""
+    generator = np.random.default_rng(seed)
+    n_in = index.expert_tensors(LAYER)["ffn_gate_exps.weight"].ne[0]
+    n_used = index.n_expert_used
+    turns = math.ceil(n_rows * n_used / index.n_expert)
+    # Each row takes from one permutation, so that no expert is twice in a row.
+    rows_of_turn = index.n_expert // n_used
+    expert = np.concatenate(
+        [generator.permutation(index.n_expert)[: rows_of_turn * n_used].reshape(-1, n_used) for _ in range(turns + 1)]
+    )[:n_rows]
+    weight = generator.dirichlet(np.ones(n_used), n_rows)
+    h = generator.standard_normal((n_rows, n_in), np.float32)
+    return Inputs(h, expert.astype(np.int32), weight.astype(np.float32))
+
+
+@asynccontextmanager
+async def holding(backend: Backend, index: ModelIndex, threads: int, log: Path) -> AsyncIterator[Connection]:
+    """An expert server of the build that holds the layer, ended afterwards. Raises SwarmError."""
+    process = ExpertProcess(
+        backend.name,
+        device=backend.device,
+        threads=threads,
+        max_rows=MAX_ROWS,
+        command=(str(backend.python), "-P", "-m", "node.expert_server"),
+        stderr=log,
+    )
+    await process.start()
+    try:
+        last = index.n_expert - 1
+        tensors = {name: part.to_json() for name, part in index.slice_parts(LAYER, 0, last).items()}
+        answers = await process.load(
+            index.model_id,
+            {LAYER: SWIGLU_PROGRAM},
+            {LAYER: index.n_expert},
+            {LAYER: index.n_expert_used},
+            [SliceOrder(LAYER, 0, last, tensors)],
+        )
+        for answer in answers:
+            if answer.reason is not None:
+                raise SwarmError(f"the layer cannot be loaded: {answer.reason}", node=backend.name)
+        timeout = aiohttp.ClientTimeout(total=WITHIN_S)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            yield Connection(process, index, session)
+    finally:
+        await process.stop()
+
+
+class Connection:
+    """Calls to one server."""
+
+    def __init__(self, process: ExpertProcess, index: ModelIndex, session: aiohttp.ClientSession) -> None:
+        self._process = process
+        self._index = index
+        self._session = session
+        self._n_out = index.expert_tensors(LAYER)["ffn_down_exps.weight"].ne[1]
+        self._digest = kernels.Program(SWIGLU_PROGRAM).digest
+
+    async def call(self, inputs: Inputs, reduce: str = "rows") -> tuple[NDArray[np.float32], float]:
+        """Results [n_pairs, n_out], or [n_rows, n_out] for `reduce` "sum", and the seconds that the server computed.
+        Raises SwarmError."""
+        request = wire.CallRequest(
+            id=1,
+            model=self._index.model_id,
+            program=self._digest,
+            term=1,
+            layer=LAYER,
+            reduce=reduce,
+            n_rows=len(inputs.h),
+            dtype="f32",
+            h=inputs.h,
+            row=inputs.row,
+            expert=inputs.expert.reshape(-1),
+            weight=inputs.weight.reshape(-1),
+            deadline_ms=WITHIN_S * 1000,
+        )
+        url = f"http://127.0.0.1:{self._process.port}/v1/ffn"
+        headers = {"Content-Type": wire.CONTENT_TYPE}
+        async with self._session.post(url, data=wire.encode_request(request), headers=headers) as response:
+            body = await response.read()
+        n_rows = len(request.row) if reduce == "rows" else request.n_rows
+        reply = wire.decode_reply(body, call_id=1, n_rows=n_rows, n_out=self._n_out, dtype="f32")
+        if isinstance(reply, wire.CallError):
+            raise reply.to_exception(self._process.name)
+        # A view of the reply's bytes, which may be in another order.
+        return np.array(reply.y, np.float32), reply.compute_us / 1e6
+
+
+def numpy_rows(index: ModelIndex, inputs: Inputs) -> NDArray[np.float64]:
+    """What NumPy computes in float64 from the same file, [n_pairs, n_out]; one expert is in memory at a time."""
+    row, expert, weight = inputs.row, inputs.expert.reshape(-1), inputs.weight.reshape(-1)
+    result = None
+    for one in np.unique(expert).tolist():
+        tensors = {}
+        for name, tensor in index.slice_parts(LAYER, one, one).items():
+            data = bytearray()
+            for part in tensor.parts:
+                with Path(part.path).open("rb") as file:
+                    file.seek(part.offset)
+                    data += file.read(part.bytes)
+            tensors[name] = (tensor.type, tensor.ne, data)
+        mine = expert == one
+        h = inputs.h[row[mine]]
+        order = np.arange(len(h))
+        got = reference.ffn(SWIGLU_PROGRAM, tensors, h, order, expert[mine], weight[mine], len(h), "rows", first=one)
+        if result is None:
+            result = np.empty((len(expert), got.shape[1]))
+        result[mine] = got
+    assert result is not None
+    return result
