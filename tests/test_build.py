@@ -151,6 +151,19 @@ def test_switches_that_exist_are_taken(tmp_path: Path) -> None:
     assert "SWARM_BUILD_ID" in cache
 
 
+def test_builds_for_different_processors_have_different_ids(tmp_path: Path) -> None:
+    def build_id(*switches: str) -> str:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        done = configure(folder, "-DGGML_NATIVE=OFF", *switches)
+        assert done.returncode == 0, done.stderr
+        lines = (folder / "CMakeCache.txt").read_text().splitlines()
+        return next(line for line in lines if line.startswith("SWARM_BUILD_ID"))
+
+    plain = build_id()
+    assert build_id() == plain
+    assert len({plain, build_id("-DGGML_SSE42=OFF"), build_id("-DGGML_CPU_ARM_ARCH=armv8.2-a+dotprod")}) == 3
+
+
 def test_a_folder_that_is_not_llama_cpp_is_refused(tmp_path: Path) -> None:
     done = configure(tmp_path / "build", f"-DSWARM_LLAMA_CPP_DIR={tmp_path}")
     assert done.returncode != 0

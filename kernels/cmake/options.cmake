@@ -75,7 +75,7 @@ list(SORT swarm_cache_variables)
 foreach(name IN LISTS swarm_cache_variables)
     # Only what was given on the command line or set above: ggml adds its defaults to the cache
     # later, and a second configure run must give the same id.
-    if(name MATCHES "^GGML_(CUDA|HIP|VULKAN|METAL|SYCL|OPENCL|MUSA|CANN|BLAS|NATIVE|CPU_ALL_VARIANTS|AVX|AVX2|AVX512|FMA|F16C|OPENMP|LLAMAFILE)$")
+    if(name MATCHES "^GGML_(CUDA|HIP|VULKAN|METAL|SYCL|OPENCL|MUSA|CANN|BLAS|NATIVE|CPU_ALL_VARIANTS|CPU_ARM_ARCH|SSE42|AVX|AVX2|AVX512|AVX_VNNI|AVX512_[A-Z0-9]+|FMA|F16C|BMI2|OPENMP|LLAMAFILE)$")
         get_property(swarm_value CACHE "${name}" PROPERTY VALUE)
         string(APPEND swarm_id_text ";${name}=${swarm_value}")
     endif()
