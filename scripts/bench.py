@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import platform
+import signal
 import statistics
 import sys
 import tempfile
@@ -195,6 +196,8 @@ def main() -> None:
     add("--json", action="store_true", help="JSON instead of the tables")
     options = parser.parse_args()
     options.progress = _progress
+    # As Ctrl-C does it: the programs that were started are ended.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     os.environ[polling.VARIABLE] = str(options.poll_us)
     document = asyncio.run(run(options))
     document["load_after"] = os.getloadavg()
