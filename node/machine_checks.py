@@ -31,7 +31,8 @@ _GIB = 2**30
 # What a CPU does with an instruction it lacks: the compiler was told of another CPU, or the kernel hides what this one has.
 _ILLEGAL = (
     "This build uses instructions that this CPU, or its kernel, does not have. Install again with "
-    'CMAKE_ARGS="-DGGML_NATIVE=OFF" pip install ., which uses none beyond the platform\'s least'
+    'CMAKE_ARGS="-DGGML_NATIVE=OFF" pip install .; on an x86 CPU without AVX2 add '
+    "-DGGML_AVX2=OFF -DGGML_FMA=OFF -DGGML_F16C=OFF -DGGML_BMI2=OFF, and without AVX -DGGML_AVX=OFF"
 )
 # ggml's libraries that are no backend for experts: its core, and one that hands calls to other machines.
 _NO_BACKENDS = frozenset({"base", "rpc"})
