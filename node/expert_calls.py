@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 from collections import Counter
@@ -10,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -39,6 +40,8 @@ class ExpertCalls:
         self._terms: dict[str, int] = {}
         #: Told the term of each model's router as it rises.
         self.on_term: Callable[[str, int], None] = lambda model_id, term: None
+        #: Gets a line for each answered call: when it came, its layer, its number of rows and its experts.
+        self.recording: TextIO | None = None
         #: The counters of calls answered elsewhere.
         self.other_counters: Callable[[], Mapping[str, int]] = dict
         self._counters: Counter[str] = Counter()
@@ -60,6 +63,14 @@ class ExpertCalls:
             call_id, model_id, layer_number, dtype = request.id, request.model, request.layer, request.dtype
             try:
                 work, n_pairs = self._prepare(request)
+                if self.recording is not None:
+                    line = {
+                        "t": arrived_s,
+                        "layer": layer_number,
+                        "rows": request.n_rows,
+                        "experts": request.expert.tolist(),
+                    }
+                    print(json.dumps(line), file=self.recording)
                 deadline_s = arrived_s + request.deadline_ms / 1000
                 del request
                 computing = self._compute.call(work, arrived_s, deadline_s)

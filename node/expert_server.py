@@ -11,6 +11,9 @@ Fault injection for tests, from the environment:
     SWARM_DEBUG_ABORT=1     a call for the model id "abort" ends the process with abort(), as a failed assertion does
     SWARM_NODE_POLL_US=n         see node/polling.py
     SWARM_DEBUG_SLEEP_S=x   every call sleeps x seconds in the worker thread before it computes
+And for measurements:
+    SWARM_DEBUG_CALLS=folder  the layer and experts of every answered call, as a JSON line in folder/NAME.jsonl; no call is
+                            answered by native threads then
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO, cast
 
@@ -73,7 +77,10 @@ class ExpertServer:
         self.slices = SliceHolder(kernels, device, threads, max_rows, self._compute)
         self._calls = ExpertCalls(kernels, self.slices, self._compute)
         self._native: NativeCalls | None = None
-        if NativeCalls.possible(kernels):
+        calls_folder = os.environ.get("SWARM_DEBUG_CALLS", "")
+        if calls_folder:
+            self._calls.recording = Path(calls_folder, f"{name}.jsonl").open("a", buffering=1)  # noqa: SIM115 - as long as it lives
+        elif NativeCalls.possible(kernels):
             self._native = NativeCalls(
                 kernels,
                 device,

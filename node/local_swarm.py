@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ class LocalSwarm:
 
 @dataclass(frozen=True)
 class LocalSwarmOptions:
-    """How a local swarm runs. ``expert_threads`` 0 shares the CPU quota among the servers."""
+    """How a local swarm runs. ``expert_threads`` 0 shares the CPU quota among the servers; ``environment`` is added to theirs."""
 
     nodes: int = 3
     reduce: str = "rows"
@@ -54,6 +54,7 @@ class LocalSwarmOptions:
     expert_threads: int = 0
     deadline_floor_ms: int = 2000
     engine: EngineOptions = EngineOptions()  # noqa: RUF009 - frozen
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @contextlib.asynccontextmanager
@@ -81,6 +82,7 @@ async def expert_servers(
             device=options.device,
             threads=threads,
             max_rows=options.engine.ubatch,
+            environment=options.environment,
             stderr=log_folder / f"{name}.log",
             on_event=None if on_event is None else partial(on_event, name),
         )

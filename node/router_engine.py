@@ -376,7 +376,7 @@ async def _start(
     log_path: Path,
     extra_environment: Mapping[str, str],
 ) -> RouterEngine:
-    port = _free_port()
+    port = free_port()
     api_key = secrets.token_urlsafe(24)
     threads = options.threads or kernels.default_threads()
     arguments = [
@@ -413,7 +413,8 @@ async def _start(
     return RouterEngine(url=url, api_key=api_key, process=process, _control=control, _log_path=log_path)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port of loopback that nothing listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -83,6 +83,12 @@ def add_verify_command(commands: Commands) -> None:
     verify.add_argument("--no-nodes", action="store_true", help="only this machine, whatever swarm runs")
     verify.add_argument("--url", metavar="URL", help="a node of the swarm, http://HOST:PORT (default: found by itself)")
     verify.add_argument("--config", metavar="FILE", help="swarm.toml with this machine's port and the swarm's key")
+    verify.add_argument(
+        "--decisions",
+        action="store_true",
+        help="instead: how many choices of experts and of 256 greedy tokens change between stock llama.cpp and a swarm of three "
+        "servers on this machine (--model FILE, or the demo model)",
+    )
     form = verify.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="JSON, for scripts")
     form.add_argument("--markdown", action="store_true", help="Markdown, for documents")
@@ -95,6 +101,8 @@ async def run_verify(options: argparse.Namespace) -> int:
 
     from node.verify import document
 
+    if options.decisions:
+        return await _run_decisions(options)
     if options.model is None and (options.layer is not None or options.experts is not None):
         raise SwarmError("--layer and --experts are of a model: name it with --model FILE")
     if options.model is not None and (options.type or options.full):
@@ -112,6 +120,22 @@ async def run_verify(options: argparse.Namespace) -> int:
     else:
         print_matrix(result, Console(file=sys.stdout, highlight=False))
     return 0 if result["well"] else 1
+
+
+async def _run_decisions(options: argparse.Namespace) -> int:
+    """0 when a swarm that sends rows decides as stock llama.cpp, to the last bit. Raises SwarmError."""
+    from node.decisions import decisions, describe, document
+    from node.demo_model import demo_model
+    from node.model_index import read_model
+
+    path = options.model or await asyncio.to_thread(demo_model)
+    found = document(await decisions(await asyncio.to_thread(read_model, path)))
+    if options.json:
+        print(json.dumps(found, indent=1))
+    else:
+        print(*(f"- {line}" if options.markdown else line for line in describe(found)), sep="\n")
+    rows = found[0]
+    return 0 if rows["first_difference"] is None and rows["logprob_max"] == 0 else 1
 
 
 async def _verify_random(options: argparse.Namespace) -> list[_Done]:

@@ -1,0 +1,249 @@
+"""What differences in last bits do to decisions: which experts are chosen for a token, and which token is written.
+
+One greedy answer from stock llama.cpp, and the same from a swarm of several expert servers on this machine that send back rows,
+and sums. The rows have the bits of one machine; sums do not, and stand here for any backend with other last bits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import math
+import os
+import secrets
+import tempfile
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+import kernels
+from node.errors import SwarmError
+from node.layer_programs import read_programs
+from node.local_swarm import LocalSwarmOptions, local_swarm
+from node.model_index import ModelIndex
+from node.router_engine import EngineOptions, free_port
+
+PROMPT = "Write a long story about a cat who lives in Paris."
+N_TOKENS = 256
+_N_NODES = 3
+_N_PROBABILITIES = 10
+_START_TIMEOUT_S = 120.0
+
+Selection = tuple[int, frozenset[int]]  # layer, experts of one token
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """A greedy answer: token ids, and of each the logarithms of the likeliest tokens' probabilities, by id. `selections`: the
+    experts of each layer for each token after the prompt, in order; empty where they are not known."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[dict[int, float], ...]
+    selections: tuple[Selection, ...] = ()
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two answers, up to the first token in which they differ: what comes after it answers another text.
+
+    `first_difference`: its number from 0, None without any. `logprob_rms`, `logprob_max`: differences of the logarithms of
+    probabilities that both name. `n_selections` were compared (a layer's for a token each), of which `n_changed` are other sets.
+    """
+
+    n_tokens: int
+    first_difference: int | None
+    logprob_rms: float
+    logprob_max: float
+    n_selections: int
+    n_changed: int
+
+
+def difference(a: Decoded, b: Decoded) -> Difference:
+    """Compares two answers to one prompt."""
+    n = min(len(a.tokens), len(b.tokens))
+    first = next((i for i in range(n) if a.tokens[i] != b.tokens[i]), None if len(a.tokens) == len(b.tokens) else n)
+    # The probabilities of the first token that differs are still those after the same text.
+    n_same = n if first is None else min(first + 1, n)
+    errors = [
+        one[token] - other[token]
+        for one, other in zip(a.logprobs[:n_same], b.logprobs[:n_same], strict=True)
+        for token in one.keys() & other.keys()
+    ]
+    n_layers = len({layer for layer, _ in a.selections})
+    # The first token comes of the prompt, which is no single row; the experts for a token are chosen when the next is made.
+    n_selections = min(len(a.selections), len(b.selections), n_layers * max(0, n_same - 1))
+    pairs = zip(a.selections[:n_selections], b.selections[:n_selections], strict=True)
+    return Difference(
+        n_tokens=n,
+        first_difference=first,
+        logprob_rms=math.sqrt(math.fsum(e * e for e in errors) / len(errors)) if errors else 0.0,
+        logprob_max=max(map(abs, errors), default=0.0),
+        n_selections=n_selections,
+        n_changed=sum(one != other for one, other in pairs),
+    )
+
+
+def selections(records: Iterable[dict[str, Any]]) -> tuple[Selection, ...]:
+    """The experts of each layer and token from the calls that several servers recorded (SWARM_DEBUG_CALLS).
+
+    A router calls all servers for a layer, and then for the next one, so what lies between two changes of layer, in the order of
+    arrival, is of one token. Calls of several rows, which are a prompt's, are left out, and so is the prompt's last layer, of which
+    llama.cpp computes the last row only.
+    """
+    found: list[tuple[int, set[int], int]] = []
+    for record in sorted(records, key=lambda record: float(record["t"])):
+        layer, experts, rows = int(record["layer"]), set(map(int, record["experts"])), int(record["rows"])
+        if found and found[-1][0] == layer and not found[-1][1] & experts:
+            found[-1] = (layer, found[-1][1] | experts, max(rows, found[-1][2]))
+        else:
+            found.append((layer, experts, rows))
+    single = [(layer, frozenset(experts)) for layer, experts, rows in found if rows == 1]
+    lowest = min((layer for layer, _ in single), default=0)
+    return tuple(itertools.dropwhile(lambda one: one[0] != lowest, single))
+
+
+async def decisions(
+    index: ModelIndex, *, n_tokens: int = N_TOKENS, prompt: str = PROMPT, n_nodes: int = _N_NODES
+) -> dict[str, Decoded]:
+    """The same greedy answer by `stock` llama.cpp, and a swarm in `rows` and `sum`. Raises SwarmError."""
+    programs = await read_programs(index)
+    # What stock llama.cpp repacks has other last bits: like is compared with like.
+    engine = EngineOptions(context=n_tokens + 1024, extra=("--no-repack",))
+    found: dict[str, Decoded] = {}
+    with tempfile.TemporaryDirectory(prefix="swarm-node-decisions-") as name:
+        folder = Path(name)
+        async with _stock(index, engine, folder / "stock.log") as (url, api_key):
+            found["stock"] = await _answer(url, api_key, prompt, n_tokens)
+        for reduce in ("rows", "sum"):
+            calls = folder / reduce
+            calls.mkdir()
+            options = LocalSwarmOptions(
+                nodes=n_nodes,
+                reduce=reduce,
+                deadline_floor_ms=60_000,
+                engine=engine,
+                environment={"SWARM_DEBUG_CALLS": str(calls)},
+            )
+            async with local_swarm(index, programs, options, log_folder=calls) as swarm:
+                assert swarm.engine is not None
+                for file in calls.glob("*.jsonl"):  # of llama-server's own first decode
+                    os.truncate(file, 0)
+                answer = await _answer(swarm.engine.url, swarm.engine.api_key, prompt, n_tokens)
+            lines = [line for file in calls.glob("*.jsonl") for line in file.read_text().splitlines()]
+            found[reduce] = replace(answer, selections=selections(map(json.loads, lines)))
+    return found
+
+
+def document(found: dict[str, Decoded]) -> list[dict[str, Any]]:
+    """What differs between each two, for scripts."""
+    return [
+        {"a": a, "b": b, **vars(difference(found[a], found[b]))}
+        for a, b in (("rows", "stock"), ("sum", "stock"), ("sum", "rows"))
+    ]
+
+
+def describe(differences: Sequence[dict[str, Any]]) -> list[str]:
+    """The same for people, a line each."""
+    lines = []
+    for one in differences:
+        first = one["first_difference"]
+        tokens = (
+            f"all {one['n_tokens']} tokens are the same"
+            if first is None
+            else f"token {first} of {one['n_tokens']} is another"
+        )
+        line = f"{one['a']}, {one['b']}: {tokens}; log-probabilities differ by {one['logprob_rms']:.1e} (root mean square), {one['logprob_max']:.1e} at most"
+        if one["n_selections"]:
+            line += f"; of {one['n_selections']} choices of experts, {one['n_changed']} are others"
+        lines.append(line)
+    return lines
+
+
+async def _answer(url: str, api_key: str, prompt: str, n_tokens: int) -> Decoded:
+    body = {
+        "prompt": prompt,
+        "n_predict": n_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "n_probs": _N_PROBABILITIES,
+        "return_tokens": True,
+        "cache_prompt": False,
+    }
+    timeout = aiohttp.ClientTimeout(total=None, connect=5)
+    async with (
+        aiohttp.ClientSession(headers={"Authorization": f"Bearer {api_key}"}, timeout=timeout) as session,
+        session.post(f"{url}/completion", json=body) as response,
+    ):
+        answer = await response.json()
+        if response.status != 200:
+            raise SwarmError(f"llama-server answers with status {response.status}: {str(answer)[:300]}")
+    steps = answer["completion_probabilities"]
+    return Decoded(
+        tuple(int(step["id"]) for step in steps),
+        tuple({int(top["id"]): float(top["logprob"]) for top in step["top_logprobs"]} for step in steps),
+    )
+
+
+@contextlib.asynccontextmanager
+async def _stock(index: ModelIndex, options: EngineOptions, log_path: Path) -> AsyncIterator[tuple[str, str]]:
+    """llama-server without the Swarm backend: its URL and API key. Raises SwarmError."""
+    port, api_key = free_port(), secrets.token_urlsafe(24)
+    arguments = [
+        *("--model", index.paths[0], "--host", "127.0.0.1", "--port", str(port)),
+        *("--ctx-size", str(options.context), "--parallel", "1", "--ubatch-size", str(options.ubatch)),
+        *("--batch-size", str(options.ubatch), "--threads", str(kernels.default_threads()), "--poll", "0"),
+        *(
+            "--no-warmup",
+            "--fit",
+            "off",
+            "--cache-ram",
+            "0",
+            "--ctx-checkpoints",
+            "0",
+            "--device",
+            "none",
+            *options.extra,
+        ),
+    ]
+    with log_path.open("wb") as log_file:
+        process = await asyncio.create_subprocess_exec(
+            *(str(kernels.native_path("llama-server")), *arguments),
+            env={**os.environ, "LLAMA_API_KEY": api_key},
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=log_file,
+            stderr=log_file,
+            start_new_session=True,
+        )
+    try:
+        await _until_healthy(f"http://127.0.0.1:{port}", process, log_path)
+        yield f"http://127.0.0.1:{port}", api_key
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            try:
+                await asyncio.wait_for(process.wait(), 3.0)
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+
+
+async def _until_healthy(url: str, process: asyncio.subprocess.Process, log_path: Path) -> None:
+    async with aiohttp.ClientSession() as session:
+        try:
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                while True:
+                    if process.returncode is not None:
+                        log = await asyncio.to_thread(log_path.read_text, errors="replace")
+                        raise SwarmError(f"llama-server ended: {log[-500:]}")
+                    with contextlib.suppress(aiohttp.ClientError):
+                        async with session.get(f"{url}/health") as response:
+                            if response.status == 200:
+                                return
+                    await asyncio.sleep(0.1)
+        except TimeoutError:
+            raise SwarmError(f"llama-server did not answer within {_START_TIMEOUT_S:.0f} s") from None
