@@ -31,13 +31,17 @@ class TensorSource:
 
     def read(self, number: int, n_experts: int) -> NDArray[np.float64]:
         """The values of the `number`th of `n_experts`, [*reversed(ne)]. Raises OSError, ValueError."""
-        total = sum(n_bytes for _, _, n_bytes in self.parts)
-        if n_experts < 1 or total % n_experts or not 0 <= number < n_experts:
-            raise ValueError(f"{total} bytes do not hold expert {number} of {n_experts}")
-        data = self._bytes(number * (total // n_experts), total // n_experts)
+        data = self.bytes_of(number, n_experts)
         shape = [int(length) for length in reversed(self.ne)]
         values = _kernels.dequantise(self.type, shape[-1] if shape else 1, data, math.prod(shape))
         return np.asarray(values).reshape(shape)
+
+    def bytes_of(self, number: int, n_experts: int) -> bytearray:
+        """The bytes of the `number`th of `n_experts`. Raises OSError, ValueError."""
+        total = sum(n_bytes for _, _, n_bytes in self.parts)
+        if n_experts < 1 or total % n_experts or not 0 <= number < n_experts:
+            raise ValueError(f"{total} bytes do not hold expert {number} of {n_experts}")
+        return self._bytes(number * (total // n_experts), total // n_experts)
 
     def _bytes(self, start: int, count: int) -> bytearray:
         data = bytearray()

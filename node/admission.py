@@ -6,12 +6,13 @@ kernels/tolerances.py. The rows of the large call are the few distinct ones over
 Their number is prime, so that no shift of rows by the width of a kernel's tile, or by one, puts equal ones in each other's place.
 
 What this cannot see is a fault below the noise of quantised activations, such as one flipped bit of a weight. Against that stand
-the hashes of the model's pieces: a fetched piece is verified when it is written, a file is hashed before it is used
-(node/model_identity.py).
+the hashes of the model's pieces. A file is hashed before it is used (node/model_identity.py), and a fetched piece when it is
+written; so that what a disk gives later is not believed either, the bytes from which the reference is computed are hashed again.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -66,15 +67,16 @@ class Golden:
     ) -> None:
         self._kernels = kernels
         self._program = program
-        self._sources = {
+        #: Of all tensors, also those that the program does not use, by name.
+        self._all = {
             name: kernels.TensorSource(
                 str(tensor["type"]),
                 [int(length) for length in tensor["ne"]],
                 [(str(part["path"]), int(part["offset"]), int(part["bytes"])) for part in tensor["parts"]],
             )
-            for name, tensor in tensors.items()
-            if name in program.tensors
+            for name, tensor in sorted(tensors.items())
         }
+        self._sources = {name: source for name, source in self._all.items() if name in program.tensors}
         matrices = [source for source in self._sources.values() if len(source.ne) > 1]
         self._width = min((length for source in matrices for length in source.ne), default=n_in)
         # Biases and scales are exact; only the types of matrices make noise.
@@ -93,6 +95,13 @@ class Golden:
         return self._kernels.expert_rows(
             self._program.text, self._sources, expert - first, n_experts, self._h, self._weight
         )
+
+    def sha256(self, first: int, last: int, expert: int) -> str:
+        """Of the bytes of an expert of the slice `first` to `last`, as a manifest has it: 64 hex digits. Blocks. Raises OSError, ValueError."""
+        digest = hashlib.sha256()
+        for source in self._all.values():
+            digest.update(source.bytes_of(expert - first, last - first + 1))
+        return digest.hexdigest()
 
     def calls(self, experts: Sequence[int]) -> list[GoldenCall]:
         """The calls for these experts: one row with each, for every distinct input; then one of more than 32 rows.

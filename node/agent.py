@@ -12,7 +12,7 @@ import platform
 import tempfile
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from node.layer_programs import LayerProgram, ModelPrograms, read_programs
 from node.local_models import LocalModels
 from node.memory_limit import MEMORY_SHARE, free_memory_bytes
 from node.model_index import ModelIndex
+from node.model_manifest import expert_digests
 from node.model_store import ModelStore
 from node.paths import cache_dir
 from node.peer_http import PEER_PREFIX, PeerClient, PeerGuard, read_body
@@ -332,6 +333,13 @@ class Agent:
             self.holder.want(index, await self._programs_of(index, url), mine)
             self.model.fetched = index if self.shared.is_stored(index) else None
 
+    def _digests(self, index: ModelIndex, slices: Sequence[Slice]) -> Mapping[Slice, Sequence[str]]:
+        manifest = self.shared.manifest_of(index)
+        # Of files that changed since, `check_unchanged` has spoken already.
+        return (
+            {} if manifest is None or manifest.model_id != index.model_id else expert_digests(index, manifest, slices)
+        )
+
     async def _programs_of(self, index: ModelIndex, router_url: str) -> ModelPrograms:
         known = self._programs.get(index.model_id)
         if known is None:
@@ -532,6 +540,7 @@ class Agent:
             on_change=self.wake,
             check_file=self.model.check_file,
             provide=self.shared.provide,
+            digests=self._digests,
         )
         holder.process.measures_speed = True
         return holder

@@ -43,12 +43,14 @@ _Key = tuple[str, str, int, int, int]
 @dataclass(frozen=True)
 class SliceOrder:
     """A slice to load: experts `first` to `last`, both included. `tensors`: per name `type`, `ne` and `parts`, as in
-    docs/protocol.md ("Expert control")."""
+    docs/protocol.md ("Expert control"). `sha256`: of each expert's bytes, 64 hex digits each, as the model's manifest says; empty:
+    they are not compared."""
 
     layer: int
     first: int
     last: int
     tensors: Mapping[str, Mapping[str, Any]]
+    sha256: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -325,6 +327,7 @@ class ExpertProcess:
             "n_used": {str(held.order.layer): held.n_used for held in slices},
             "slices": [
                 {"layer": one.layer, "first": one.first, "last": one.last, "tensors": one.tensors}
+                | ({"sha256": list(one.sha256)} if one.sha256 else {})
                 for one in (held.order for held in slices)
             ],
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 from node.errors import SwarmError
@@ -23,7 +23,8 @@ class Holder:
     ``run`` owns the process; ``want`` says what to hold. ``on_change`` is called whenever ``ready`` or ``problem``
     changes. ``check_file`` is called in a thread before slices are loaded, and raises ModelError when the file is not the
     one that was hashed. ``provide`` is awaited before that, and cancelled when something else is wanted: it fetches what
-    the file lacks, and raises SwarmError when it cannot.
+    the file lacks, and raises SwarmError when it cannot. ``digests`` is called in a thread, and gives the SHA-256 of each
+    expert of slices, as far as they are known.
     """
 
     def __init__(
@@ -41,11 +42,13 @@ class Holder:
         on_change: Callable[[], None],
         check_file: Callable[[ModelIndex], None] = lambda index: None,
         provide: Callable[[ModelIndex, Sequence[Slice]], Awaitable[None]] | None = None,
+        digests: Callable[[ModelIndex, Sequence[Slice]], Mapping[Slice, Sequence[str]]] = lambda index, slices: {},
     ) -> None:
         self._memory_bytes = memory_bytes
         self._on_change = on_change
         self._check_file = check_file
         self._provide = provide
+        self._digests = digests
         self._wanted: tuple[ModelIndex, ModelPrograms, tuple[Slice, ...]] | None = None
         self._wanted_changed = asyncio.Event()
         self._held: dict[Slice, int] = {}  # → memory_bytes
@@ -136,6 +139,7 @@ class Holder:
         if not await self._provided(index, to_load):
             return
         await asyncio.to_thread(self._check_file, index)
+        digests = await asyncio.to_thread(self._digests, index, to_load)
         layers = {layer: programs.layers[layer] for layer, _, _ in to_load}
         answers = await self.process.load(
             index.model_id,
@@ -144,7 +148,9 @@ class Holder:
             {layer: program.n_used for layer, program in layers.items()},
             [
                 SliceOrder(
-                    layer, first, last, {n: t.to_json() for n, t in index.slice_parts(layer, first, last).items()}
+                    *(layer, first, last),
+                    {n: t.to_json() for n, t in index.slice_parts(layer, first, last).items()},
+                    sha256=digests.get((layer, first, last), ()),
                 )
                 for layer, first, last in to_load
             ],

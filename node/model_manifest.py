@@ -17,7 +17,7 @@ import msgpack
 
 from node.errors import ModelError
 from node.model_index import ModelIndex
-from node.model_pieces import PIECES_MAX, Piece, pieces
+from node.model_pieces import PIECES_MAX, Piece, expert_numbers, pieces
 from node.unpack import unpack_map
 
 VERSION = 1
@@ -94,6 +94,18 @@ def identified(index: ModelIndex, manifest: Manifest) -> ModelIndex:
     """`index` with the id of its content, which is `manifest`'s, in place of the header's. Raises ModelError as `check`."""
     manifest.check(index)
     return index.with_model_id(manifest.model_id)
+
+
+def expert_digests(
+    index: ModelIndex, manifest: Manifest, slices: Sequence[tuple[int, int, int]]
+) -> dict[tuple[int, int, int], tuple[str, ...]]:
+    """The SHA-256 of each expert of slices (layer, first, last), 64 hex digits each, by slice. Raises ModelError as `check`."""
+    manifest.check(index)
+    numbers = expert_numbers(pieces(index))
+    return {
+        (layer, first, last): tuple(manifest.sha256[numbers[layer, expert]].hex() for expert in range(first, last + 1))
+        for layer, first, last in slices
+    }
 
 
 def differing(one: Manifest, other: Manifest, of: Sequence[Piece]) -> tuple[Piece, ...]:

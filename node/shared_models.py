@@ -11,8 +11,9 @@ from pathlib import Path
 
 from node.errors import ModelError, SwarmError
 from node.model_fetcher import ModelFetcher, Progress
-from node.model_identity import local_manifest
+from node.model_identity import cached_manifest, local_manifest
 from node.model_index import ModelIndex
+from node.model_manifest import Manifest
 from node.model_pieces import expert_numbers, trunk_numbers
 from node.model_service import Copy, LocalCopy, ModelService
 from node.model_store import ModelStore
@@ -76,6 +77,10 @@ class SharedModels:
         """Whether the index is that of files that were fetched, of which only some pieces are there."""
         stored = self._stored.get(index.model_id)
         return stored is not None and stored.index.paths == index.paths
+
+    def manifest_of(self, index: ModelIndex) -> Manifest | None:
+        """The digests of a model's pieces, if they are known here. Blocks while a file is read."""
+        return self._stored[index.model_id].manifest if self.is_stored(index) else cached_manifest(index)
 
     def name_of(self, index: ModelIndex) -> str:
         """The name of a model's file, the first one of a split model, as people know it."""

@@ -36,7 +36,7 @@ Changed = Callable[[str, "Model", "Layer"], None]
 class Slice:
     """One contiguous range of a layer's experts; `state` is wanted, loading (or proving itself), ready or failed.
 
-    `tensors`: as the order gave them. `note`: why it is not on the device that it was meant for."""
+    `tensors`: as the order gave them; `sha256`: of each expert's bytes in them, or empty. `note`: why it is not on the device that it was meant for."""
 
     model: str
     layer: int
@@ -46,6 +46,7 @@ class Slice:
     reason: str = ""
     memory_bytes: int = 0
     tensors: dict[str, Any] = field(default_factory=dict)
+    sha256: tuple[str, ...] = ()
     note: str = ""
 
     def describe(self) -> dict[str, Any]:
@@ -188,7 +189,7 @@ class SliceHolder:
             if known.state == "ready":
                 report(_ready(known))
             elif known.state == "wanted":
-                known.tensors = part["tensors"]
+                known.tensors, known.sha256 = part["tensors"], tuple(map(str, part.get("sha256", ())))
                 wanted.append(known)
             else:
                 reason = "the slice is being loaded already"
@@ -355,13 +356,12 @@ class SliceHolder:
         loop = asyncio.get_running_loop()
         device_type = self._devices.get(device, "other")
         golden = Golden(self._kernels, layer.program, wanted.tensors, n_in, device_type)
+        if wanted.sha256 and len(wanted.sha256) != wanted.last - wanted.first + 1:
+            raise SwarmError(f"{len(wanted.sha256)} digests for {wanted.last - wanted.first + 1} experts")
         for start in range(wanted.first, wanted.last + 1, STEP_EXPERTS):
             experts = range(start, min(start + STEP_EXPERTS, wanted.last + 1))
             expected = await asyncio.gather(
-                *(
-                    loop.run_in_executor(self._reference, golden.expected, wanted.first, wanted.last, expert)
-                    for expert in experts
-                )
+                *(loop.run_in_executor(self._reference, _expected, golden, wanted, expert) for expert in experts)
             )
             *one_row, many = golden.calls(experts)
             answered: list[tuple[GoldenCall, Floats]] = []
@@ -404,6 +404,16 @@ class SliceUnfit(SwarmError):
     def __init__(self, message: str, unfit: Unfit | None = None) -> None:
         super().__init__(message)
         self.unfit = unfit
+
+
+def _expected(golden: Golden, wanted: Slice, expert: int) -> Any:
+    """What an expert should answer, from the bytes that the model has. Raises SwarmError for others, OSError, ValueError."""
+    if wanted.sha256 and golden.sha256(wanted.first, wanted.last, expert) != wanted.sha256[expert - wanted.first]:
+        raise SwarmError(
+            f"the bytes of expert {expert} are not those of model {wanted.model} any more: the file, the disk or the memory is "
+            "damaged. Copy the model file again, and test the memory if that does not help"
+        )
+    return golden.expected(wanted.first, wanted.last, expert)
 
 
 def _answers(

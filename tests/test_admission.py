@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -250,6 +251,36 @@ async def test_a_weight_that_changed_in_memory_shows_when_it_counts(tmp_path: Pa
     holding.kernels.TensorParts = other_file  # type: ignore[assignment]
     (answer,) = await holding.load(given)
     assert answer["type"] == "failed" and "expert 7: " in answer["reason"]
+
+
+@pytest.mark.parametrize("with_digests", [True, False])
+async def test_a_flipped_bit_of_a_weight_is_found_by_its_hash_alone(with_digests: bool, tmp_path: Path) -> None:
+    layer = make_layer(tmp_path)
+    given = order(layer, (3, 9))
+    digests = []
+    for expert in range(3, 10):
+        parts = [
+            data[expert * len(data) // N_EXPERT :][: len(data) // N_EXPERT]
+            for _, (_, _, data) in sorted(layer.tensors.items())
+        ]
+        digests.append(hashlib.sha256(b"".join(parts)).hexdigest())
+    if with_digests:
+        given["slices"][0]["sha256"] = digests
+    (answer,) = await Holding({}).load(given)
+    assert answer["type"] == "ready"
+    data = bytearray(layer.path.read_bytes())
+    data[layer.offsets["ffn_up_exps.weight"] + 7 * len(layer.tensors["ffn_up_exps.weight"][2]) // N_EXPERT + 100] ^= 1
+    layer.path.write_bytes(data)
+    (answer,) = await Holding({}).load(given)
+    if with_digests:
+        assert (
+            answer["type"] == "failed" and "the bytes of expert 7 are not those of model m any more" in answer["reason"]
+        )
+    else:
+        assert answer["type"] == "ready"  # which no comparison of numbers could tell from noise
+    given["slices"][0]["sha256"] = digests[:-1]
+    (answer,) = await Holding({}).load(given)
+    assert answer["type"] == "failed" and "6 digests for 7 experts" in answer["reason"]
 
 
 # --- the CPU takes over

@@ -9,6 +9,7 @@ from pathlib import Path
 import model_files
 import msgpack
 import pytest
+import store_cases
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +17,7 @@ from node import model_manifest, model_pieces
 from node.errors import ModelError
 from node.model_identity import local_manifest
 from node.model_index import ModelIndex, read_model
-from node.model_manifest import MANIFEST_BYTES_MAX, Manifest, differing, identified
+from node.model_manifest import MANIFEST_BYTES_MAX, Manifest, differing, expert_digests, identified
 from node.model_pieces import PIECES_MAX, expert_numbers, pieces, trunk_numbers
 
 digests = st.binary(min_size=32, max_size=32)
@@ -202,3 +203,16 @@ def test_anything_else_is_a_typed_error(data: bytes) -> None:
 def test_too_long_is_not_read() -> None:
     with pytest.raises(ModelError, match=f"at most {model_manifest.MANIFEST_BYTES_MAX} are allowed"):
         Manifest.from_bytes(bytes(MANIFEST_BYTES_MAX + 1))
+
+
+def test_the_digests_of_a_slice_are_those_of_its_experts_bytes() -> None:
+    index, manifest, _ = store_cases.source()
+    found = expert_digests(index, manifest, [(1, 2, 4), (0, 5, 5)])
+    assert set(found) == {(1, 2, 4), (0, 5, 5)} and len(found[1, 2, 4]) == 3
+    for (layer, first, last), digests in found.items():
+        for expert, digest in zip(range(first, last + 1), digests, strict=True):
+            tensors = index.slice_parts(layer, expert, expert)
+            data = b"".join(
+                store_cases.read(p.path, p.offset, p.bytes) for name in sorted(tensors) for p in tensors[name].parts
+            )
+            assert hashlib.sha256(data).hexdigest() == digest
