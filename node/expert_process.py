@@ -109,9 +109,11 @@ class ExpertProcess:
         command: Sequence[str] = (*PYTHON_MODULE, "node.expert_server"),
         environment: Mapping[str, str] | None = None,
         stderr: Path | None = None,
+        start_within_s: float = START_WITHIN_S,
         on_event: Callable[[ProcessEvent], None] | None = None,
     ) -> None:
-        """`environment` is added to this process's; `stderr` is appended to (None: this process's)."""
+        """`environment` is added to this process's; `stderr` is appended to (None: this process's). A process that does not
+        listen within `start_within_s` is ended; an emulated one takes longer than others."""
         self.name = name
         self._options: dict[str, str | int] = {
             "host": host,
@@ -124,6 +126,7 @@ class ExpertProcess:
         self._command = tuple(command)
         self._environment = dict(environment or {})
         self._stderr = stderr
+        self._start_within_s = start_within_s
         self._on_event = on_event
         self._run: _Run | None = None
         self._held: dict[tuple[str, int, int, int], _HeldSlice] = {}
@@ -278,7 +281,7 @@ class ExpertProcess:
         try:
             if self._stop_requested.is_set():
                 raise ExpertProcessError("the expert server was stopped while it started", node=self.name)
-            listening = await asyncio.wait_for(asyncio.shield(run.listening), START_WITHIN_S)
+            listening = await asyncio.wait_for(asyncio.shield(run.listening), self._start_within_s)
             if listening.get("version") != wire.VERSION:
                 raise ExpertProcessError(
                     f"the expert server speaks protocol {listening.get('version')}, this program {wire.VERSION}",
@@ -286,7 +289,7 @@ class ExpertProcess:
                 )
         except TimeoutError:
             await self._end(run)
-            message = f"the expert server did not listen within {START_WITHIN_S:.0f} s"
+            message = f"the expert server did not listen within {self._start_within_s:.0f} s"
             raise ExpertProcessError(message, node=self.name) from None
         except BaseException:
             await self._end(run)

@@ -13,12 +13,12 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from equivalence_servers import LAYER, MAX_ROWS, Backend, Connection, holding, make_inputs, numpy_rows
+from equivalence_servers import LAYER, MAX_ROWS, Backend, Connection, Inputs, Server, make_inputs, numpy_rows
 from numpy.typing import NDArray
 
 import kernels
@@ -57,45 +57,73 @@ async def rates(connection: Connection, index: ModelIndex, batches: Sequence[int
     return found
 
 
-async def results(
-    options: argparse.Namespace, index: ModelIndex, what: str, rows_per_s: dict[str, dict[int, float]] | None = None
-) -> tuple[NDArray[np.int32], dict[str, NDArray[Any]], dict[str, str]]:
-    """The experts of all pairs, the results by backend, NumPy's with them, and why others have none. `rows_per_s`: gets
-    the measured rates by backend, if it is given."""
-    inputs = make_inputs(index, options.rows)
-    by_name: dict[str, NDArray[Any]] = {}
-    failures = {}
-    for backend in options.server:
-        started = time.monotonic()
-        try:
-            async with holding(backend, index, options.threads, options.folder / f"{backend.name}.log") as connection:
-                by_name[backend.name], compute_s = await connection.call(inputs)
-                if rows_per_s is not None and options.timings:
-                    rows_per_s[backend.name] = await rates(connection, index, options.timings)
-        except SwarmError as error:
-            failures[backend.name] = str(error)
-            say(f"{what}: {backend.name}: {error}")
-            continue
-        say(
-            f"{what}: {backend.name}: computed in {compute_s:.2f} s, with start and load {time.monotonic() - started:.1f} s"
-        )
-    started = time.monotonic()
-    by_name[NUMPY] = await asyncio.to_thread(numpy_rows, index, inputs)
-    say(f"{what}: {NUMPY}: {time.monotonic() - started:.1f} s")
-    return inputs.expert.reshape(-1), by_name, failures
+@dataclass
+class Job:
+    """A layer, what is asked of it, and what came of it by backend: results [n_pairs, n_out], or why there are none."""
+
+    what: str
+    index: ModelIndex
+    inputs: Inputs
+    results: dict[str, NDArray[Any]] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+    rows_per_s: dict[str, dict[int, float]] = field(default_factory=dict)
+    is_timed: bool = False
+
+    @property
+    def expert(self) -> NDArray[np.int32]:
+        """Of each pair."""
+        return self.inputs.expert.reshape(-1)
+
+    def to_json(self, found: list[dict[str, Any]]) -> dict[str, Any]:
+        n_outputs = int(self.results[NUMPY].size)
+        return {
+            "model": self.what,
+            "n_pairs": len(self.expert),
+            "n_outputs": n_outputs,
+            "failures": self.failures,
+            "rows_per_s": self.rows_per_s,
+            "comparisons": found,
+        }
 
 
-def comparisons(
-    options: argparse.Namespace, index: ModelIndex, expert: NDArray[np.int32], by_name: dict[str, NDArray[Any]]
-) -> list[dict[str, Any]]:
+async def compute(options: argparse.Namespace, backend: Backend, jobs: list[Job]) -> None:
+    """Has one expert server of the build compute every job, one after the other."""
+    server = Server(backend, options.threads, options.folder / f"{backend.name}.log")
+    outputs = options.folder / "outputs"
+    outputs.mkdir(exist_ok=True)
+    try:
+        for job in jobs:
+            kept = outputs / f"{Path(job.index.paths[0]).stem}-{options.rows}-{backend.name}.npy"
+            if options.resume and kept.exists():
+                job.results[backend.name] = np.load(kept)
+                continue
+            started = time.monotonic()
+            try:
+                async with server.holding(job.index) as connection:
+                    y, compute_s = await connection.call(job.inputs)
+                    if job.is_timed:
+                        job.rows_per_s[backend.name] = await rates(connection, job.index, options.timings)
+            except (SwarmError, OSError) as error:
+                job.failures[backend.name] = str(error)
+                say(f"{job.what}: {backend.name}: {error}")
+                continue
+            job.results[backend.name] = y
+            np.save(kept, y)
+            all_s = time.monotonic() - started
+            say(f"{job.what}: {backend.name}: computed in {compute_s:.2f} s, with start and load {all_s:.1f} s")
+    finally:
+        await server.stop()
+
+
+def comparisons(options: argparse.Namespace, job: Job) -> list[dict[str, Any]]:
     """Figures of every pair of backends, and what is wrong between them by kernels/tolerances.py."""
     kinds = {one.name: "cpu" if one.device == "CPU" else "gpu" for one in options.server}
-    tensors = index.expert_tensors(LAYER)
+    tensors = job.index.expert_tensors(LAYER)
     types = {tensor.type for tensor in tensors.values()}
     width = min(tensor.ne[0] for tensor in tensors.values())
     found = []
-    for one, other in itertools.combinations(by_name, 2):
-        tally = compare(by_name[one], by_name[other], expert)
+    for one, other in itertools.combinations(job.results, 2):
+        tally = compare(job.results[one], job.results[other], job.expert)
         families = ["reference" if name == NUMPY else family(kinds[name]) for name in (one, other)]
         allowed = tolerance(families[0], families[1], types)
         problems = [f"expert {e}: {text}" for e, c in tally.experts().items() if (text := problem(c, allowed, width))]
@@ -139,44 +167,50 @@ def rate_table(rows_per_s: dict[str, dict[int, float]], batches: Sequence[int]) 
     return lines
 
 
-async def measure(
-    options: argparse.Namespace, what: str, index: ModelIndex, rows_per_s: dict[str, dict[int, float]] | None = None
-) -> dict[str, Any]:
-    expert, by_name, failures = await results(options, index, what, rows_per_s)
-    found = comparisons(options, index, expert, by_name)
-    n_outputs = int(by_name[NUMPY].size)
-    return {"model": what, "n_pairs": len(expert), "n_outputs": n_outputs, "failures": failures, "comparisons": found}
+def make_jobs(options: argparse.Namespace) -> list[Job]:
+    """The layers, written if they are not there. Raises ModelError."""
+    jobs = []
+    if not options.no_large:
+        index = model(options.folder / f"{LARGE}-layer0.gguf", SHAPES[LARGE], None)
+        inputs = make_inputs(index, options.rows)
+        jobs.append(Job(f"{LARGE}, layer 0", index, inputs, is_timed=bool(options.timings)))
+    for kind in options.types:
+        index = model(options.folder / f"small-{kind}.gguf", SMALL, kind)
+        jobs.append(Job(f"small, {kind.upper()}", index, make_inputs(index, options.rows)))
+    return jobs
 
 
 async def run(options: argparse.Namespace) -> int:
     options.folder.mkdir(parents=True, exist_ok=True)
-    document: dict[str, Any] = {"build": kernels.build_id(), "types": {}}
+    jobs = make_jobs(options)
+    for backend in options.server:
+        await compute(options, backend, jobs)
+    documents = []
+    for job in jobs:
+        job.results[NUMPY] = await asyncio.to_thread(numpy_rows, job.index, job.inputs)
+        documents.append(job.to_json(comparisons(options, job)))
     names = [backend.name for backend in options.server]
     if not options.no_large:
-        index = model(options.folder / f"{LARGE}-layer0.gguf", SHAPES[LARGE], None)
-        rows_per_s = document["rows_per_s"] = {}
-        large = document["large"] = await measure(options, f"{LARGE}, layer 0", index, rows_per_s)
+        large, index = documents[0], jobs[0].index
         types = sorted({tensor.type.upper() for tensor in index.expert_tensors(LAYER).values()})
         print(
             f"{large['model']}: {index.n_expert} experts, {' and '.join(types)}; {large['n_pairs']} (row, expert) pairs,"
         )
-        print(f"{large['n_outputs']} outputs\n", *table(large["comparisons"]), "", sep="\n", flush=True)
-        if options.timings:
+        print(f"{large['n_outputs']} outputs\n", *table(large["comparisons"]), "", sep="\n")
+        if large["rows_per_s"]:
             print("time that the server computes, with results added up there:\n")
-            print(*rate_table(rows_per_s, options.timings), "", sep="\n", flush=True)
-    for kind in options.types:
-        index = model(options.folder / f"small-{kind}.gguf", SMALL, kind)
-        document["types"][kind] = await measure(options, f"small, {kind.upper()}", index)
+            print(*rate_table(large["rows_per_s"], options.timings), "", sep="\n")
     if options.types:
-        each = next(iter(document["types"].values()))
+        by_type = dict(zip(options.types, documents[-len(options.types) :], strict=True))
+        each = documents[-1]
         print(
             f"{SMALL.n_expert} experts of {SMALL.n_ff} x {SMALL.n_embd}, {each['n_pairs']} pairs, {each['n_outputs']} outputs:"
         )
-        print("relative L2 against NumPy in float64\n", *type_table(document["types"], names), sep="\n")
+        print("relative L2 against NumPy in float64\n", *type_table(by_type, names), sep="\n")
     if options.json:
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        options.json.write_text(json.dumps({"build": kernels.build_id(), "layers": documents}, indent=1) + "\n")
     wrong = []
-    for one in filter(None, [document.get("large"), *document["types"].values()]):
+    for one in documents:
         wrong += [f"{one['model']}: {name}: {reason}" for name, reason in one["failures"].items()]
         for pair in one["comparisons"]:
             wrong += [f"{one['model']}: {pair['a']} against {pair['b']}: {text}" for text in pair["problems"]]
@@ -197,6 +231,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--no-large", action="store_true", help=f"without the layer of {LARGE} (1.58 GB)")
     parser.add_argument("--types", nargs="*", choices=BLOCK_TYPES, default=list(BLOCK_TYPES), metavar="TYPE",
                         help="of weights, for small layers (default: all)")  # fmt: skip
+    parser.add_argument("--resume", action="store_true",
+                        help="take outputs that an earlier run left in DIR/equivalence/outputs, instead of computing them")  # fmt: skip
     parser.add_argument("--timings", type=int, nargs="*", default=[], metavar="ROWS",
                         help="measure rows per second with so many rows a call, such as 1 64 512")  # fmt: skip
     parser.add_argument("--json", type=Path, help="write everything to this file too")

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kernels
-from kernels import reference
 from node import wire
 from node.errors import SwarmError
 from node.expert_process import ExpertProcess, SliceOrder
@@ -76,19 +75,26 @@ def make_inputs(index: ModelIndex, n_rows: int, seed: int = 1) -> Inputs:
     return Inputs(h, expert.astype(np.int32), weight.astype(np.float32))
 
 
-@asynccontextmanager
-async def holding(backend: Backend, index: ModelIndex, threads: int, log: Path) -> AsyncIterator[Connection]:
-    """An expert server of the build that holds the layer, ended afterwards. Raises SwarmError."""
-    process = ExpertProcess(
-        backend.name,
-        device=backend.device,
-        threads=threads,
-        max_rows=MAX_ROWS,
-        command=(str(backend.python), "-P", "-m", "node.expert_server"),
-        stderr=log,
-    )
-    await process.start()
-    try:
+class Server:
+    """The expert server of a build; starts when it is first used, and again when it crashed."""
+
+    def __init__(self, backend: Backend, threads: int, log: Path) -> None:
+        self._process = ExpertProcess(
+            backend.name,
+            device=backend.device,
+            threads=threads,
+            max_rows=MAX_ROWS,
+            command=(str(backend.python), "-P", "-m", "node.expert_server"),
+            stderr=log,
+            start_within_s=WITHIN_S,
+        )
+
+    @asynccontextmanager
+    async def holding(self, index: ModelIndex) -> AsyncIterator[Connection]:
+        """Calls to the server while it holds the model's layer. Raises SwarmError."""
+        process = self._process
+        if not process.running:
+            await process.start()
         last = index.n_expert - 1
         tensors = {name: part.to_json() for name, part in index.slice_parts(LAYER, 0, last).items()}
         answers = await process.load(
@@ -100,12 +106,13 @@ async def holding(backend: Backend, index: ModelIndex, threads: int, log: Path) 
         )
         for answer in answers:
             if answer.reason is not None:
-                raise SwarmError(f"the layer cannot be loaded: {answer.reason}", node=backend.name)
-        timeout = aiohttp.ClientTimeout(total=WITHIN_S)
-        async with aiohttp.ClientSession(timeout=timeout) as session:
+                raise SwarmError(f"the layer cannot be loaded: {answer.reason}", node=process.name)
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=WITHIN_S)) as session:
             yield Connection(process, index, session)
-    finally:
-        await process.stop()
+        await process.drop(index.model_id, LAYER, 0, last)
+
+    async def stop(self) -> None:
+        await self._process.stop()
 
 
 class Connection:
@@ -151,22 +158,15 @@ class Connection:
 def numpy_rows(index: ModelIndex, inputs: Inputs) -> NDArray[np.float64]:
     """What NumPy computes in float64 from the same file, [n_pairs, n_out]; one expert is in memory at a time."""
     row, expert, weight = inputs.row, inputs.expert.reshape(-1), inputs.weight.reshape(-1)
-    result = None
+    by_expert = {}
     for one in np.unique(expert).tolist():
-        tensors = {}
-        for name, tensor in index.slice_parts(LAYER, one, one).items():
-            data = bytearray()
-            for part in tensor.parts:
-                with Path(part.path).open("rb") as file:
-                    file.seek(part.offset)
-                    data += file.read(part.bytes)
-            tensors[name] = (tensor.type, tensor.ne, data)
+        sources = {
+            name: kernels.TensorSource(tensor.type, tensor.ne, [(p.path, p.offset, p.bytes) for p in tensor.parts])
+            for name, tensor in index.slice_parts(LAYER, one, one).items()
+        }
         mine = expert == one
-        h = inputs.h[row[mine]]
-        order = np.arange(len(h))
-        got = reference.ffn(SWIGLU_PROGRAM, tensors, h, order, expert[mine], weight[mine], len(h), "rows", first=one)
-        if result is None:
-            result = np.empty((len(expert), got.shape[1]))
-        result[mine] = got
-    assert result is not None
+        by_expert[one] = kernels.expert_rows(SWIGLU_PROGRAM, sources, 0, 1, inputs.h[row[mine]], weight[mine])
+    result = np.empty((len(expert), next(iter(by_expert.values())).shape[1]))
+    for one, rows in by_expert.items():
+        result[expert == one] = rows
     return result
