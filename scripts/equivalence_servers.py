@@ -24,6 +24,8 @@ LAYER = 0
 WITHIN_S = 3600
 # A body that a server takes without knowing the layer; larger calls are sent in pieces.
 MAX_ROWS = 512
+# Mesa's software driver takes no tensor above 128 MiB, which are 53 experts of the large layer.
+SLICE_EXPERTS = 32
 
 
 @dataclass(frozen=True)
@@ -95,21 +97,21 @@ class Server:
         process = self._process
         if not process.running:
             await process.start()
-        last = index.n_expert - 1
-        tensors = {name: part.to_json() for name, part in index.slice_parts(LAYER, 0, last).items()}
+        orders = []
+        for first in range(0, index.n_expert, SLICE_EXPERTS):
+            last = min(first + SLICE_EXPERTS, index.n_expert) - 1
+            tensors = {name: part.to_json() for name, part in index.slice_parts(LAYER, first, last).items()}
+            orders.append(SliceOrder(LAYER, first, last, tensors))
         answers = await process.load(
-            index.model_id,
-            {LAYER: SWIGLU_PROGRAM},
-            {LAYER: index.n_expert},
-            {LAYER: index.n_expert_used},
-            [SliceOrder(LAYER, 0, last, tensors)],
+            index.model_id, {LAYER: SWIGLU_PROGRAM}, {LAYER: index.n_expert}, {LAYER: index.n_expert_used}, orders
         )
         for answer in answers:
             if answer.reason is not None:
                 raise SwarmError(f"the layer cannot be loaded: {answer.reason}", node=process.name)
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=WITHIN_S)) as session:
             yield Connection(process, index, session)
-        await process.drop(index.model_id, LAYER, 0, last)
+        for order in orders:
+            await process.drop(index.model_id, LAYER, order.first, order.last)
 
     async def stop(self) -> None:
         await self._process.stop()
