@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from layers import SWIGLU, Layer, Pairs, hidden
 from models import LAYER_TYPES, random_layer
@@ -18,6 +18,7 @@ from kernels.equivalence import Tally, compare
 from kernels.tolerances import GAIN_FOUND, problem, rows_needed, tolerance
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 5), st.integers(1, 6), st.floats(1e-6, 1))
 def test_the_figures_are_those_of_the_formulas(seed: int, n_experts: int, n_rows: int, noise: float) -> None:
     generator = np.random.default_rng(seed)
@@ -31,17 +32,18 @@ def test_the_figures_are_those_of_the_formulas(seed: int, n_experts: int, n_rows
     assert found.relative_l2 == pytest.approx(np.linalg.norm(a - b) / np.linalg.norm(b), rel=1e-9)
     assert found.max_abs == np.abs(a - b).max()
     gains = [(a[expert == e] * b[expert == e]).sum() / np.square(b[expert == e]).sum() for e in range(n_experts)]
-    assert [one.gain for one in tally.experts().values()] == pytest.approx(gains, rel=1e-12)
-    assert found.gain_deviation == pytest.approx(max(abs(g - 1) for g in gains), rel=1e-9, abs=1e-15)
+    assert [one.gain for one in tally.experts().values()] == pytest.approx(gains, rel=1e-9, abs=1e-12)
+    assert found.gain_deviation == pytest.approx(max(abs(g - 1) for g in gains), rel=1e-9, abs=1e-13)
     for e, one in tally.experts().items():
         x, y = a[expert == e], b[expert == e]
         norms = np.linalg.norm(y, axis=1)
         sizes = np.maximum(norms, np.sqrt(np.median(norms**2)))
         assert one.worst_row == pytest.approx((np.linalg.norm(x - y, axis=1) / sizes).max(), rel=1e-9)
-        assert one.typical_gain == pytest.approx(np.median((x * y).sum(1) / norms**2), rel=1e-12)
+        assert one.typical_gain == pytest.approx(np.median((x * y).sum(1) / norms**2), rel=1e-9, abs=1e-12)
         assert one.typical_row == pytest.approx(np.median(np.linalg.norm(x - y, axis=1) / sizes), rel=1e-9)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 7))
 def test_pieces_give_what_the_whole_gives(seed: int, cut: int) -> None:
     generator = np.random.default_rng(seed)
