@@ -526,7 +526,7 @@ class Agent:
 
     def _make_holder(self, folder: Path) -> Holder:
         config = self.config
-        host = {"lan": "0.0.0.0", "loopback": "127.0.0.1"}.get(config.node.host, config.node.host)
+        host = {"lan": "*", "loopback": "127.0.0.1"}.get(config.node.host, config.node.host)
         holder = Holder(
             config.node.name,
             host=host,

@@ -112,8 +112,9 @@ class ExpertProcess:
         start_within_s: float = START_WITHIN_S,
         on_event: Callable[[ProcessEvent], None] | None = None,
     ) -> None:
-        """`environment` is added to this process's; `stderr` is appended to (None: this process's). A process that does not
-        listen within `start_within_s` is ended; an emulated one takes longer than others."""
+        """`host`: an address to listen on, or `*` for all of this machine. `environment` is added to this process's; `stderr`
+        is appended to (None: this process's). A process that does not listen within `start_within_s` is ended; an emulated
+        one takes longer than others."""
         self.name = name
         self._options: dict[str, str | int] = {
             "host": host,

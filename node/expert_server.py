@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import hashlib
 import json
 import logging
@@ -48,6 +49,11 @@ from node.swarm_key import STREAMED, Accepted
 from node.unpack import LARGE_BYTES, Body
 
 log = logging.getLogger(__name__)
+
+#: The host that stands for every address of this machine, IPv4 and IPv6.
+EVERY_ADDRESS = "*"
+# How a machine without IPv6 refuses to listen there.
+_NO_IPV6 = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
 
 MAX_ORDER_BYTES = 16 * 1024 * 1024
 STOP_WITHIN_S = 1.5
@@ -103,18 +109,28 @@ class ExpertServer:
             auto_decompress=False,
             access_log=None,
         )
-        self._listener: asyncio.Server | None = None
+        self._listeners: list[asyncio.Server] = []
         self._guard = CallGuard.from_environment()
 
     async def listen(self, host: str, port: int) -> int:
-        """Starts to answer; returns the port. Raises OSError when the address cannot be used."""
-        self._listener = await self._loop.create_server(self._http, host, port, reuse_address=True)
-        return int(self._listener.sockets[0].getsockname()[1])
+        """Starts to answer; returns the port. ``host``: an address, or EVERY_ADDRESS. Raises OSError when it cannot be used."""
+        # One port for both: the node's record names one, and callers come to the address at which the node answered them.
+        for address in ("0.0.0.0", "::") if host == EVERY_ADDRESS else (host,):
+            try:
+                listener = await self._loop.create_server(self._http, address, port, reuse_address=True)
+            except OSError as error:
+                if self._listeners and error.errno in _NO_IPV6:
+                    continue
+                raise
+            if listener.sockets:
+                self._listeners.append(listener)
+                port = int(listener.sockets[0].getsockname()[1])
+        return port
 
     async def close(self) -> None:
         """Stops to listen and closes every connection."""
-        if self._listener is not None:
-            self._listener.close()
+        for listener in self._listeners:
+            listener.close()
         self._http.pre_shutdown()
         await self._http.shutdown(0.2)
 
@@ -444,7 +460,7 @@ async def serve(kernels: ModuleType, options: argparse.Namespace, out: TextIO) -
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m node.expert_server", description="Serves expert FFN calls.")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on, * for all (default: %(default)s)")
     parser.add_argument("--port", type=int, default=0, help="port; 0: one that is free, reported on stdout")
     parser.add_argument("--device", default="auto", help="device to compute on (default: the best that can)")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: from the CPU quota")

@@ -13,6 +13,7 @@ from pathlib import Path
 import models
 import pytest
 from lan_rig import Host, cpu_seconds, lan, needs_namespaces
+from network_rig import network
 from servers import native
 
 from node.demo_model import demo_model
@@ -124,6 +125,24 @@ def test_a_node_comes_back_and_another_joins_without_touching_the_rest(three: li
         time.sleep(0.2)
     assert three_.run("ask", QUESTION).stdout.strip() == ANSWER
     assert set(one.pids()) == router_pids
+
+
+@pytest.mark.parametrize(
+    "addresses", [("fd00:77::1/64", "fd00:77::2/64"), ("", "")], ids=["of a network", "link-local"]
+)
+def test_a_lan_without_ipv4(addresses: tuple[str, str], tmp_path: Path) -> None:
+    """A node may be reached by IPv6 on any LAN: where it answered first, and where it still does when it comes back."""
+    model = demo_model()
+    key = {"SWARM_SWARM_KEY": SwarmKey.generate().text()}
+    with network(tmp_path) as net:
+        one, two = net.add("one", addresses[0]), net.add("two", addresses[1])
+        for host in (one, two):
+            host.ip("link", "set", "eth0", "up")
+        one.start("--model", str(model), cwd=model.parent, env=key)
+        two.start(cwd=model.parent, env=key)
+        one.wait_ready(2)
+        done = two.run("ask", "--max-tokens", "6", QUESTION)
+        assert done.stdout.strip() == ANSWER.removesuffix("."), done.stderr
 
 
 def test_a_node_that_says_goodbye_is_done_without_at_once(three: list[Host]) -> None:
