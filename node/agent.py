@@ -23,14 +23,13 @@ from aiohttp import web
 
 import kernels
 from node import polling
-from node.auth import host_allowed, is_json, is_private, origin_allowed
 from node.call_guard import CALL_KEY_VARIABLE
 from node.config import Config
-from node.cors import Cors
 from node.engine_metrics import EngineMetrics
 from node.errors import ModelError, SwarmError
 from node.front_door import Door, DoorOptions, Here, PeerProof, ServedModel, There, Unavailable, add_routes
 from node.holder import Holder
+from node.http_server import HttpServer
 from node.identity import Identity
 from node.known_models import KnownModels
 from node.layer_programs import LayerProgram, ModelPrograms, read_programs
@@ -40,8 +39,8 @@ from node.model_index import ModelIndex
 from node.model_manifest import expert_digests
 from node.model_store import ModelStore
 from node.paths import cache_dir
-from node.peer_http import PEER_PREFIX, PeerClient, PeerGuard, read_body
-from node.peering import CONTENT_TYPE, GOSSIP_PATH, Peering
+from node.peer_http import PeerClient, PeerGuard, read_body
+from node.peering import Peering
 from node.placement import Candidate, elect
 from node.records import RATE_MAX, VERSION, Device, Model, Record, Router, encode
 from node.router_engine import EngineOptions, ExpertFailure
@@ -88,7 +87,7 @@ class Agent:
         )
         self.shared = self.model.shared
         self.door = Door(self, DoorOptions(api_key=config.api.key, node=config.node.name))
-        self._cors = Cors(config.api.allowed_origins)
+        self._server = HttpServer(config, self._guard, lambda: [entry.address for entry in self.peering.addresses])
         self.engine_metrics = EngineMetrics(
             lambda: None if self.role is None else self.role.engine,
             lambda: (self.door.statistics.relayed, self.door.open),
@@ -363,73 +362,17 @@ class Agent:
 
     @contextlib.asynccontextmanager
     async def _http_server(self) -> AsyncIterator[None]:
-        app = web.Application(middlewares=[self._check], client_max_size=DoorOptions().body_bytes_max)
+        async with self._server.listen(self._add_routes) as self.port:
+            self.listening.set()
+            yield
+
+    def _add_routes(self, app: web.Application) -> None:
         app.add_routes(self.peering.routes())
-        app.add_routes(self._guard.routes())
         app.add_routes(self.shared.service.routes())
-        app.add_routes([web.post("/swarm/v1/programs", self._give_programs), web.get("/health", _health)])
+        app.add_routes([web.post("/swarm/v1/programs", self._give_programs)])
         app.add_routes(status_routes(self))
         app.add_routes(trace_routes(self))
         add_routes(app, self.door)
-        app.on_response_prepare.append(self._guard.sign_streamed)
-        app.on_response_prepare.append(self._cors.add_headers)
-        # A client that goes away must stop the generation: aiohttp cancels handlers only when asked to.
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
-        await runner.setup()
-        host = {"lan": None, "loopback": "127.0.0.1"}.get(self.config.node.host, self.config.node.host)
-        site = web.TCPSite(runner, host, self.config.node.port)
-        try:
-            await site.start()
-        except OSError as error:
-            await runner.cleanup()
-            raise SwarmError(
-                f"port {self.config.node.port} cannot be used: {error.strerror or error}. Another node on this machine? "
-                f"Give this one --port and --name"
-            ) from error
-        self.port = int(runner.addresses[0][1])
-        self.listening.set()
-        try:
-            yield
-        finally:
-            await runner.cleanup()
-
-    @web.middleware
-    async def _check(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        problem = self._refusal(request)
-        if problem is not None:
-            status, message = problem
-            body = {"error": {"message": message, "type": "request_refused", "code": None}}
-            return web.json_response(body, status=status)
-        preflight = self._cors.preflight(request)
-        if preflight is not None:
-            return preflight
-        if request.path.startswith(PEER_PREFIX):
-            return await self._guard.check(request, handler)
-        response: web.StreamResponse = await handler(request)
-        return response
-
-    def _refusal(self, request: web.Request) -> tuple[int, str] | None:
-        """Status and reason for a request that no route may answer (SCENARIOS SEC-2)."""
-        remote = request.remote or ""
-        if not self._guard.has_key and not is_private(remote):
-            return 403, "this swarm has no key, so it is open to private and link-local addresses only"
-        host = request.headers.get("Host")
-        name = request.transport.get_extra_info("sockname") if request.transport is not None else None
-        own = [entry.address for entry in self.peering.addresses] + ([str(name[0])] if name else [])
-        names = [self.config.node.name, f"{self.config.node.name}.local"]
-        if not host_allowed(host, own_names=names, own_addresses=own, allowed_hosts=self.config.api.allowed_hosts):
-            return 403, f"the Host header {host!r} is no name of this node; [api] allowed_hosts can add it"
-        origin = request.headers.get("Origin")
-        if not origin_allowed(origin, host=host, allowed_origins=self.config.api.allowed_origins):
-            return 403, f"requests from pages of {origin} are not allowed; [api] allowed_origins can allow them"
-        content_type = request.headers.get("Content-Type")
-        # Neither is what a page can send without asking first.
-        if request.method == "POST" and not is_json(content_type):
-            if request.path != GOSSIP_PATH:
-                return 415, "the content type must be application/json"
-            if content_type != CONTENT_TYPE:
-                return 415, f"the content type must be {CONTENT_TYPE}"
-        return None
 
     async def _give_programs(self, request: web.Request) -> web.Response:
         programs = self._programs.get((await read_body(request, 64)).decode(errors="replace"))
@@ -598,7 +541,3 @@ def _model_record(index: ModelIndex, file: str) -> Model:
 
 def _host(url: str) -> str:
     return url.removeprefix("http://").rpartition(":")[0].strip("[]")
-
-
-async def _health(request: web.Request) -> web.Response:
-    return web.json_response({"status": "ok"})
