@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import platform
 import tempfile
 import time
 from collections import deque
@@ -18,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 from aiohttp import web
 
-import kernels
-from node import polling
+from node import machine, polling, readiness
 from node.call_guard import CALL_KEY_VARIABLE
 from node.config import Config
+from node.election import Election, routing_peer
 from node.engine_metrics import EngineMetrics
 from node.errors import ModelError, SwarmError
 from node.front_door import Door, DoorOptions, Here, PeerProof, ServedModel, There, Unavailable, add_routes
@@ -32,20 +30,20 @@ from node.holder import Holder
 from node.http_server import HttpServer
 from node.identity import Identity
 from node.known_models import KnownModels
-from node.layer_programs import LayerProgram, ModelPrograms, read_programs
+from node.known_programs import KnownPrograms
+from node.layer_programs import ModelPrograms, read_programs
 from node.local_models import LocalModels
-from node.memory_limit import MEMORY_SHARE, free_memory_bytes
 from node.model_index import ModelIndex
 from node.model_manifest import expert_digests
 from node.model_store import ModelStore
+from node.own_record import own_record
 from node.paths import cache_dir
-from node.peer_http import PeerClient, PeerGuard, read_body
+from node.peer_http import PeerClient, PeerGuard
 from node.peering import Peering
-from node.placement import Candidate, elect
-from node.records import RATE_MAX, VERSION, Device, Model, Record, Router, encode
+from node.records import Record, Router, encode
 from node.router_engine import EngineOptions, ExpertFailure
 from node.router_role import KnownNode, RouterRole
-from node.slice_ranges import Slice, describe
+from node.slice_ranges import Slice
 from node.status import status_routes
 from node.swarm_key import SwarmKey
 from node.swarm_model import SwarmModel
@@ -53,8 +51,6 @@ from node.trace_routes import trace_routes
 
 log = logging.getLogger(__name__)
 
-# An election waits until every peer that was announced had time to answer.
-ELECTION_DELAY_S = 3.0
 # Of a request to a peer; gossip and the layer programs of a model are all there is.
 _PEER_TIMEOUT_S = 2.0
 
@@ -65,7 +61,6 @@ class Agent:
     def __init__(self, config: Config, identity: Identity) -> None:
         self.config = config
         self.identity = identity
-        self.started_s = time.monotonic()
         self.local_models = LocalModels(config.model.path)
         self.known_models = KnownModels(self.local_models, self.wake)
         self.served: ModelIndex | None = None  # once its content is known
@@ -76,6 +71,7 @@ class Agent:
         self._guard = PeerGuard(self._key)
         self.peering = Peering(config, identity, self._key, self.wake)
         self.membership = self.peering.membership
+        self._election = Election(identity, self.membership)
         self._client: PeerClient | None = None
         self.model = SwarmModel(
             self.known_models,
@@ -92,47 +88,21 @@ class Agent:
             lambda: None if self.role is None else self.role.engine,
             lambda: (self.door.statistics.relayed, self.door.open),
         )
-        self._programs: dict[str, ModelPrograms] = {}
+        self.programs = KnownPrograms(self.post)
         self._changed = asyncio.Event()
-        self._highest_term = identity.term
-        self._devices = tuple(
-            Device(d.name[:63], d.type, d.description[:400], d.memory_total_bytes) for d in kernels.devices()
-        )
-        self.memory_bytes = self._offered_memory()
-        self._can_route = self._has_router()
+        self.devices = machine.devices()
+        self.memory_bytes = machine.offered_memory_bytes(config)
+        self.can_route = machine.can_run_router(config)
         self.port = config.node.port
         self.listening = asyncio.Event()
         self._summary_changed = asyncio.Event()
-        self._problem = ""
+        self.problem = ""
 
     # --- what this node says of itself
 
     def record(self) -> Record:
         """This node's record as it is now."""
-        model = self.served or self.model.fetched
-        return Record(
-            version=VERSION,
-            swarm=self.config.swarm.name,
-            node=self.identity.node_id,
-            boot=self.identity.boot,
-            name=self.config.node.name,
-            build=kernels.build_id(),
-            platform=f"{platform.system()} {platform.machine()}",
-            port=self.port,
-            expert_port=self.holder.process.port if self.holder is not None else 0,
-            devices=self._devices,
-            memory_bytes=self.memory_bytes,
-            can_route=self._can_route and (self.served is not None or self._can_route_fetched()),
-            model=None if model is None else _model_record(model, self.shared.name_of(model)),
-            holds_model=self._holds_model(),
-            ready=self.holder.ready if self.holder is not None else (),
-            problem=((self.holder.problem if self.holder is not None else "") or self._problem)[:400],
-            router=None if self.role is None else self._router_record(self.role.router_record),
-            expert_bytes_per_s=0.0 if self.holder is None else _rounded(self.holder.process.expert_bytes_per_s, 3),
-            activity=(self.known_models.activity or self.shared.activity)[:400],
-            offers=self.shared.offers,
-            fetches=self.served is None and self.model.fetched is not None,
-        )
+        return own_record(self)
 
     def _models_in_use(self) -> dict[str, tuple[Sequence[Slice], bool]]:
         """What this node needs of which models: slices, and whether the trunk."""
@@ -144,28 +114,12 @@ class Agent:
             used[self.holder.model_id] = (self.holder.in_use, trunk)
         return used
 
-    def _can_route_fetched(self) -> bool:
-        return self.role is not None or self.model.can_be_routed(self._programs)
-
-    def _holds_model(self) -> str | None:
-        return self.holder.model_id if self.holder is not None else None
-
-    def _router_record(self, router: Router) -> Router:
-        # In two digits, since every change of a record goes to every node.
-        return msgspec.structs.replace(router, tokens_per_s=_rounded(self.engine_metrics.generated_tokens_per_s, 2))
-
     def routing_node(self) -> tuple[Record, str] | None:
         """The router's record and its agent's URL ("" for this node itself); None while there is none."""
         if self.role is not None:
             return self.record(), ""
-        routing = [peer for peer in self.membership.alive(time.monotonic()).values() if peer.record.router is not None]
-        if not routing:
-            return None
-        # As elect() does: of two with one term, the lower id.
-        best = min(
-            routing, key=lambda peer: (-(peer.record.router.term if peer.record.router else 0), peer.record.node)
-        )
-        return best.record, best.url
+        peer = routing_peer(self.membership.alive(time.monotonic()).values())
+        return None if peer is None else (peer.record, peer.url)
 
     def wake(self) -> None:
         """Something changed: look at everything again, and tell the others."""
@@ -217,7 +171,7 @@ class Agent:
     async def _offer(self, told: ModelIndex, programs: ModelPrograms) -> None:
         """Offers the model that this node was told to serve, as soon as its content is known."""
         index = await self.known_models.identify(told)
-        self._programs[index.model_id] = programs
+        self.programs.by_model[index.model_id] = programs
         self.served = index
         self.wake()
         await self.shared.add_local(index)
@@ -244,9 +198,9 @@ class Agent:
                     self.role.update(self._known_nodes())
                 self.peering.publish(encode(self.record()))
                 problem = await self._problem_of(self._follow_plan()) or problem
-                if problem and problem != self._problem:
+                if problem and problem != self.problem:
                     log.warning("this node holds no experts: %s", problem)
-                self._problem = problem
+                self.problem = problem
 
     @staticmethod
     async def _problem_of(step: Coroutine[Any, Any, None]) -> str:
@@ -259,37 +213,28 @@ class Agent:
 
     async def _follow_model(self) -> None:
         """Gets ready to route the swarm's model where nobody who has its file can. Raises ModelError."""
-        if self._can_route and self.routing_node() is None:
+        if self.can_route and self.routing_node() is None:
             index = self.model.to_route()
             if index is not None:
-                await self._programs_of(index, "")
+                await self.programs.of(index, "")
                 self.model.fetched = index
 
     def _elect(self, folder: Path) -> None:
-        own = self.record()
         now_s = time.monotonic()
-        alive = [peer.record for peer in self.membership.alive(now_s).values()]
-        # Also of routers that are gone: expert servers refuse a term below one they have seen.
-        heard = [
-            peer.record.router.term for peer in self.membership.known(now_s).values() if peer.record.router is not None
-        ]
-        self._highest_term = max([self._highest_term, *heard])
-        chosen = elect([_candidate(record) for record in [own, *alive]])
-        if chosen is None or chosen.node_id != own.node:
+        if not self._election.is_won_by(self.record(), now_s):
             if self.role is not None:
                 log.info("another node routes now")
                 self.role = None
             return
-        if self.role is not None or now_s - self.started_s < ELECTION_DELAY_S:
+        if self.role is not None or not self._election.is_open(now_s):
             return
         index = self.served or self.model.fetched
         assert index is not None
-        term = max(self._highest_term, self.identity.term) + 1
-        self.identity.save_term(term)
+        term = self._election.take_term()
         log.info("this node is the router, term %d", term)
         self.role = RouterRole(
             index,
-            self._programs[index.model_id],
+            self.programs.by_model[index.model_id],
             term=term,
             options=EngineOptions(
                 context=self.config.model.context_total_tokens,
@@ -329,7 +274,7 @@ class Agent:
             raise ModelError(f"the router does not say what model {plan.model} of its plan is")
         index = self.model.copy_of(record.model)
         if index is not None:
-            self.holder.want(index, await self._programs_of(index, url), mine)
+            self.holder.want(index, await self.programs.of(index, url), mine)
             self.model.fetched = index if self.shared.is_stored(index) else None
 
     def _digests(self, index: ModelIndex, slices: Sequence[Slice]) -> Mapping[Slice, Sequence[str]]:
@@ -338,25 +283,6 @@ class Agent:
         return (
             {} if manifest is None or manifest.model_id != index.model_id else expert_digests(index, manifest, slices)
         )
-
-    async def _programs_of(self, index: ModelIndex, router_url: str) -> ModelPrograms:
-        known = self._programs.get(index.model_id)
-        if known is None:
-            try:
-                known = await read_programs(index)
-            except FileNotFoundError:  # an expert-only build
-                known = await self._fetch_programs(index, router_url)
-            self._programs[index.model_id] = known
-        return known
-
-    async def _fetch_programs(self, index: ModelIndex, url: str) -> ModelPrograms:
-        status, body = await self.post(url, "/swarm/v1/programs", index.model_id.encode())
-        if status != 200:
-            raise SwarmError(
-                f"the router at {url} does not give the layer programs of {index.model_id}: status {status}"
-            )
-        programs = msgspec.json.decode(body, type=list[LayerProgram])
-        return ModelPrograms(index.model_id, "", {program.layer: program for program in programs})
 
     # --- HTTP
 
@@ -369,16 +295,10 @@ class Agent:
     def _add_routes(self, app: web.Application) -> None:
         app.add_routes(self.peering.routes())
         app.add_routes(self.shared.service.routes())
-        app.add_routes([web.post("/swarm/v1/programs", self._give_programs)])
+        app.add_routes(self.programs.routes())
         app.add_routes(status_routes(self))
         app.add_routes(trace_routes(self))
         add_routes(app, self.door)
-
-    async def _give_programs(self, request: web.Request) -> web.Response:
-        programs = self._programs.get((await read_body(request, 64)).decode(errors="replace"))
-        if programs is None:
-            return web.Response(status=404)
-        return web.Response(body=msgspec.json.encode(list(programs.layers.values())), content_type="application/json")
 
     async def post(self, url: str, path: str, body: bytes) -> tuple[int, bytes]:
         """Posts to another agent, with the proof of the key. Raises aiohttp.ClientError, TimeoutError, NotAuthenticated."""
@@ -391,16 +311,14 @@ class Agent:
         nodes = f"{alive} node{'s' * (alive > 1)}"
         found = self.routing_node()
         if found is None or found[0].router is None:
-            if self.served is not None:
-                return f"{nodes}; the router is being elected"
-            if self.known_models.progress is not None:
-                return f"{nodes}; hashing {self.known_models.progress[0]}, to know it from others of its name"
-            return f"{nodes}; no model yet: start a node with --model FILE"
-        record, router = found[0], found[0].router
-        assert router is not None
-        model = record.model.file if record.model is not None else "a model"
-        state = "ready" if router.state == "ready" else self.waits_for(router)
-        return f"{nodes}; {model}, router {record.name}: {state}"
+            hashed = self.known_models.progress
+            state = readiness.without_router(
+                serves=self.served is not None, hashes=None if hashed is None else hashed[0]
+            )
+        else:
+            record, router = found[0], found[0].router
+            state = readiness.with_router(record, "" if router.state == "ready" else self.waits_for(router))
+        return f"{nodes}; {state}"
 
     async def summary_changed(self) -> None:
         """Waits until the summary may have changed."""
@@ -451,19 +369,9 @@ class Agent:
         """Why the router does not answer, in words: what is missing and where."""
         names = {i: peer.record.name for i, peer in self.membership.known(time.monotonic()).items()}
         names[self.identity.node_id] = self.config.node.name
-        if router.plan is not None and router.plan.missing:
-            return f"no node has memory for {describe(router.plan.missing)}; add a machine"
-        if router.not_ready:
-            parts = [f"{describe(s)} on {names.get(i, i)}" for i, s in sorted(router.not_ready.items())]
-            return "missing: " + "; ".join(parts[:4])
-        return {
-            "starting": "the router engine is starting",
-            "failed": f"the router engine failed: {router.reason}",
-        }.get(router.state, self._routers_activity() or "waiting for slices")
-
-    def _routers_activity(self) -> str:
         found = self.routing_node()
-        return f"{found[0].name} is {found[0].activity}" if found is not None and found[0].activity else ""
+        activity = f"{found[0].name} is {found[0].activity}" if found is not None and found[0].activity else ""
+        return readiness.waits_for(router, names, activity)
 
     # --- pieces
 
@@ -491,52 +399,6 @@ class Agent:
     def _child_environment(self) -> dict[str, str]:
         key = {} if self._key is None else {CALL_KEY_VARIABLE: self._key.derive("call").hex()}
         return {polling.VARIABLE: str(self.config.node.poll_us), **key}
-
-    def _offered_memory(self) -> int:
-        if not self.config.experts.enabled:
-            return 0
-        if self.config.experts.memory_mib > 0:
-            return self.config.experts.memory_mib << 20
-        chosen = kernels.choose_device(self.config.experts.device)
-        device = next(d for d in kernels.devices() if d.name == chosen)
-        free = free_memory_bytes() if device.type == "cpu" else device.memory_free_bytes
-        return int(free * MEMORY_SHARE)
-
-    def _has_router(self) -> bool:
-        if not self.config.router.enabled:
-            return False
-        try:
-            kernels.native_path("llama-server")
-        except FileNotFoundError:
-            return False
-        return True
-
-
-def _candidate(record: Record) -> Candidate:
-    return Candidate(
-        record.node,
-        record.memory_bytes,
-        record.can_route,
-        record.router.term if record.router is not None else 0,
-        record.fetches,
-    )
-
-
-def _rounded(rate: float, digits: int) -> float:
-    return min(float(f"{rate:.{digits}g}"), RATE_MAX)
-
-
-def _model_record(index: ModelIndex, file: str) -> Model:
-    return Model(
-        id=index.model_id,
-        file=file,
-        architecture=index.architecture[:63],
-        n_layer=index.n_layer,
-        n_expert=index.n_expert,
-        trunk_bytes=index.trunk_bytes,
-        expert_bytes=sum(index.expert_bytes(layer) for layer in index.expert_layers),
-        header=index.header_digest[:32],
-    )
 
 
 def _host(url: str) -> str:

@@ -19,7 +19,7 @@ from agent_rig import config
 from lan_rig import Host, lan, needs_namespaces
 from rich.console import Console
 
-from node import agent as agent_module
+from node import machine
 from node.agent import Agent
 from node.counters import Counters
 from node.demo_model import demo_model
@@ -229,7 +229,7 @@ def test_no_more_is_offered_than_is_free(
     memory_mib: int, offered_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a container, that is what its limit leaves (tests/test_memory_limit.py)."""
-    monkeypatch.setattr(agent_module, "free_memory_bytes", lambda: 1 << 30)
+    monkeypatch.setattr(machine, "free_memory_bytes", lambda: 1 << 30)
     settings = config(tmp_path, {"SWARM_EXPERTS_MEMORY_MIB": str(memory_mib)})
     with hold_identity(Path(settings.node.state_folder), settings.node.name) as identity:
         assert Agent(settings, identity).record().memory_bytes == offered_bytes
