@@ -108,6 +108,9 @@ class Server:
         for answer in answers:
             if answer.reason is not None:
                 raise SwarmError(f"the layer cannot be loaded: {answer.reason}", node=process.name)
+            if answer.note:
+                # A node goes on with its CPU, whose results would stand here under another name.
+                raise SwarmError(f"the layer is {answer.note}", node=process.name)
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=WITHIN_S)) as session:
             yield Connection(process, index, session)
         for order in orders:
