@@ -293,7 +293,7 @@ def test_all_children_die_with_a_demo_that_is_killed(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_server_that_dies_is_shown_and_comes_back(tmp_path: Path) -> None:
     with demo(tmp_path, "--json", stdin=subprocess.PIPE) as running:
-        shown = running.read_until('"ready"')
+        shown = running.read_until('"ready".*\n')
         running.note_processes()
         beta = next(event for event in map(json.loads, shown.splitlines()[:3]) if event["node"] == "beta")
         os.kill(beta["pid"], signal.SIGKILL)
@@ -315,7 +315,7 @@ def test_a_server_that_dies_is_shown_and_comes_back(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_answer_that_fails_says_which_node_layer_and_experts(tmp_path: Path) -> None:
     with demo(tmp_path, "--json", stdin=subprocess.PIPE) as running:
-        shown = running.read_until('"ready"')
+        shown = running.read_until('"ready".*\n')
         running.note_processes()
         beta = next(event for event in map(json.loads, shown.splitlines()[:3]) if event["node"] == "beta")
         os.kill(beta["pid"], signal.SIGSTOP)
