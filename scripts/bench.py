@@ -190,6 +190,7 @@ def main() -> None:
     add("--call-rounds", type=int, default=5000, help="calls of one run (default: 5000)")
     add("--round-trips", type=float, nargs="+", default=ROUND_TRIPS_MS, metavar="MS", help="for lan")
     add("--rates", type=float, nargs="+", default=RATES_MBIT_S, metavar="MBIT_S", help="for lan")
+    add("--users-servers", type=int, nargs="+", default=[1, 2], help="for users (default: 1 2)")
     add("--wire-servers", type=int, nargs="+", default=[1, 2, 4], help="for wire (default: 1 2 4)")
     add("--wire-chunks", type=int, default=6, help="texts of 256 tokens whose next words are compared (default: 6)")
     add("--poll-us", type=int, default=polling.DEFAULT_US, help="setting [node] poll_us (default: %(default)s)")

@@ -97,15 +97,19 @@ async def users(options: argparse.Namespace, index: ModelIndex, model: str, fold
     """Tokens a second of all chats together: stock, RPC and the swarm behind a link."""
     async with contextlib.AsyncExitStack() as stack:
         rpc_port = await stack.enter_async_context(rpc_server(options, folder))
-        _, table = await stack.enter_async_context(swarm_nodes(index, 1, options, folder / "users"))
-        server_port = table.nodes[0].port
-        cable = await stack.enter_async_context(link(LINK_MS, LINK_MBIT_S, [rpc_port, server_port]))
-        over = dataclasses.replace(through(table, {server_port: cable.ports[1]}), reduce="sum")
-        ways = [
-            STOCK,
-            rpc_way(f"127.0.0.1:{cable.ports[0]}", f"llama.cpp RPC, 1 server, {cable.name}"),
-            swarm_way(over, folder / "users.json", f"swarm, 1 server, sum, {cable.name}"),
-        ]
+        tables = []
+        for servers in options.users_servers:
+            _, table = await stack.enter_async_context(
+                swarm_nodes(index, servers, options, folder / f"users-{servers}")
+            )
+            tables.append(dataclasses.replace(table, reduce="sum"))
+        ports = [rpc_port, *(node.port for table in tables for node in table.nodes)]
+        cable = await stack.enter_async_context(link(LINK_MS, LINK_MBIT_S, ports))
+        port_of = dict(zip(ports, cable.ports, strict=True))
+        ways = [STOCK, rpc_way(f"127.0.0.1:{cable.ports[0]}", f"llama.cpp RPC, 1 server, {cable.name}")]
+        for servers, table in zip(options.users_servers, tables, strict=True):
+            name = f"swarm, {servers} server{'s' * (servers > 1)}, sum, {cable.name}"
+            ways.append(swarm_way(through(table, port_of), folder / f"users-{servers}.json", name))
         samples: dict[tuple[str, int], list[float]] = {}
         for _ in range(options.repeat):
             for number, way in enumerate(ways):

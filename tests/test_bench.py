@@ -51,7 +51,19 @@ def test_calls_and_tokens() -> None:
 
 
 def test_links_and_chats() -> None:
-    document = bench("--suites", "lan", "users", "--round-trips", "5", "--rates", "100", "--prompt-tokens", "8")
+    document = bench(
+        "--suites",
+        "lan",
+        "users",
+        "--round-trips",
+        "5",
+        "--rates",
+        "100",
+        "--prompt-tokens",
+        "8",
+        "--users-servers",
+        "2",
+    )
     assert [(row["link"], row["way"].split(",")[0]) for row in document["lan"]] == [
         ("loopback", "stock llama.cpp"),
         ("loopback", "llama.cpp RPC"),
@@ -63,7 +75,7 @@ def test_links_and_chats() -> None:
     for row in document["lan"][3:]:
         # 30 layers, a round trip each: no way is faster than the link.
         assert row["measured_round_trip_ms"] > 4 and row["decode_tokens_per_s"] < 1000 / (30 * 4)
-    assert [row["chats"] for row in document["users"]] == [1, 2, 4, 8] * 3
+    assert [row["chats"] for row in document["users"]] == [1, 2, 4, 8] * 3  # stock, RPC, and the swarm of two
     assert all(row["tokens_per_s"] > 0 for row in document["users"])
 
 
