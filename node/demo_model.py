@@ -12,8 +12,6 @@ import contextlib
 import fcntl
 import hashlib
 import importlib.util
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -22,6 +20,7 @@ from typing import TYPE_CHECKING
 from node.errors import ModelError
 from node.gguf_file import GGML_TYPES, TYPE_IDS, GgufHeader, KeyValue, NewTensor, TensorInfo, read_header, write_gguf
 from node.model_index import read_model
+from node.new_file import new_file
 from node.paths import cache_dir
 
 if TYPE_CHECKING:
@@ -120,20 +119,8 @@ def carve(source: Path, target: Path, n_expert: int, progress: Progress | None =
         else:
             tensors.append(NewTensor(tensor.name, tensor.type, tensor.ne, partial(_copy, tensor)))
 
-    descriptor, name = tempfile.mkstemp(prefix=target.stem + "-", suffix=".part", dir=target.parent)
-    unfinished = Path(name)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            write_gguf(file, key_values, tensors, progress)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.chmod(0o644)
-        unfinished.replace(target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
-        raise
-    _sync_folder(target.parent)
+    with new_file(target) as file:
+        write_gguf(file, key_values, tensors, progress)
 
 
 def _check_source(header: GgufHeader, n_expert: int) -> tuple[int, int]:
@@ -232,11 +219,3 @@ def _locked(path: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

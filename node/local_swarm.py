@@ -7,13 +7,13 @@ import contextlib
 import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import kernels
-from node.errors import ModelError, SwarmError
+from node.errors import ModelError
 from node.expert_process import ExpertProcess, ProcessEvent, SliceAnswer, SliceOrder
 from node.layer_programs import ModelPrograms
 from node.model_index import ModelIndex
@@ -222,10 +222,3 @@ def _table(index: ModelIndex, nodes: Sequence[LocalNode], options: LocalSwarmOpt
         reduce=options.reduce,
         deadline_floor_ms=options.deadline_floor_ms,
     )
-
-
-def with_nodes(options: LocalSwarmOptions, nodes: int) -> LocalSwarmOptions:
-    """The same options for another number of servers; raises SwarmError below 1."""
-    if nodes < 1:
-        raise SwarmError(f"a swarm of {nodes} nodes cannot hold anything")
-    return replace(options, nodes=nodes)

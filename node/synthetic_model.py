@@ -7,13 +7,11 @@ place in it.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import os
 import shutil
 import struct
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +23,7 @@ from numpy.typing import NDArray
 
 from node.errors import ModelError
 from node.gguf_file import ARRAY, GGML_TYPES, STRING, TYPE_IDS, KeyValue, NewTensor, tensor_bytes, write_gguf
+from node.new_file import new_file
 from node.random_blocks import BLOCK_TYPES, random_blocks
 
 Progress = Callable[[int, int], None]
@@ -139,20 +138,9 @@ def _check_space(path: Path, total: int) -> None:
 def _write(
     path: Path, key_values: Mapping[str, KeyValue], tensors: _Tensors, total: int, progress: Progress | None
 ) -> None:
-    descriptor, name = tempfile.mkstemp(prefix=path.name + "-", suffix=".part", dir=path.parent)
-    unfinished = Path(name)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            tensors.watch(lambda done: progress(min(done, total), total) if progress is not None else None)
-            write_gguf(file, key_values, tensors.all)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.chmod(0o644)
-        unfinished.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
-        raise
+    with new_file(path) as file:
+        tensors.watch(lambda done: progress(min(done, total), total) if progress is not None else None)
+        write_gguf(file, key_values, tensors.all)
 
 
 class _Tensors:

@@ -16,18 +16,9 @@ from node.demo_model import carve, demo_model, find_source
 from node.errors import ModelError
 from node.gguf_file import KeyValue, NewTensor, read_header, write_gguf
 from node.model_index import ModelIndex, read_model
+from node.swiglu import SWIGLU_PROGRAM
 
 N_LAYER, N_EMBD, N_FF = 2, 64, 256
-
-SWIGLU = """swarm-program 1
-input row
-%0 = matmul ffn_up_exps.weight h
-%1 = matmul ffn_gate_exps.weight h
-%2 = glu swiglu %1 %0
-%3 = matmul ffn_down_exps.weight %2
-%4 = mul %3 w
-return %4
-"""
 
 
 def _values(path: str, offset: int, size: int, type: str, ne: tuple[int, ...]) -> NDArray[np.float64]:
@@ -55,7 +46,7 @@ def _experts_ffn(moe: ModelIndex, layer: int, h: NDArray[np.float64]) -> NDArray
     n = moe.n_expert
     row = np.repeat(np.arange(len(h)), n)
     expert = np.tile(np.arange(n), len(h))
-    return ffn(SWIGLU, tensors, h, row, expert, np.full(len(row), 1 / n), len(h), "sum")
+    return ffn(SWIGLU_PROGRAM, tensors, h, row, expert, np.full(len(row), 1 / n), len(h), "sum")
 
 
 def _source(path: Path, type: str, **changes: KeyValue) -> Path:
