@@ -388,8 +388,9 @@ async def _start(
         *("--batch-size", str(options.ubatch)),
         *("--threads", str(threads), "--poll", "0", "--no-warmup", "--fit", "off", "--metrics"),
         *("--cache-ram", str(options.cache_ram_mib), "--ctx-checkpoints", "0" if options.cache_ram_mib == 0 else "8"),
-        # Mapped, the pages of the whole file would be resident, experts included.
-        *("--load-mode", "none"),
+        # So that the experts are not read: the Swarm backend makes a mapping of it that reads nothing ahead, and has the
+        # trunk copied out of it (kernels/src/mapped_loading.hpp).
+        *("--load-mode", "mmap"),
         *options.extra,
     ]
     environment = router_environment() | dict(extra_environment)

@@ -4,6 +4,7 @@
 #include "backend_session.hpp"
 #include "capture.hpp"
 #include "expert_weights.hpp"
+#include "mapped_loading.hpp"
 #include "parent_death.hpp"
 #include "programs.hpp"
 
@@ -13,6 +14,7 @@
 
 #include <dlfcn.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -180,5 +182,9 @@ extern "C" __attribute__((visibility("default"))) ggml_backend_reg_t ggml_backen
         return nullptr;
     }
     swarm::end_with_parent();
+    // A router's engine; its routed experts are all ours. Other programs load as they do without us.
+    if (std::getenv("SWARM_CONTROL") != nullptr) {
+        swarm::load_without_experts();
+    }
     return swarm::registry();
 }

@@ -1,5 +1,7 @@
 #include "expert_weights.hpp"
 
+#include "mapped_loading.hpp"
+
 #include <sys/mman.h>
 
 #include <cstring>
@@ -60,6 +62,7 @@ ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t type, size_t size)
     if (address == MAP_FAILED) {
         return nullptr;
     }
+    read_ahead_in_mappings();
     ggml_backend_buffer_i interface = {};
     interface.free_buffer   = free_buffer;
     interface.get_base      = get_base;
