@@ -14,7 +14,7 @@ import math
 import os
 import secrets
 import tempfile
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,9 @@ import aiohttp
 
 import kernels
 from node.errors import SwarmError
+from node.expert_process import SliceAnswer
 from node.layer_programs import read_programs
-from node.local_swarm import LocalSwarmOptions, local_swarm
+from node.local_swarm import LocalSwarmOptions, ServerBuild, local_swarm
 from node.model_index import ModelIndex
 from node.router_engine import EngineOptions, free_port
 
@@ -33,6 +34,8 @@ N_TOKENS = 256
 _N_NODES = 3
 _N_PROBABILITIES = 10
 _START_TIMEOUT_S = 120.0
+# A server of another processor's build starts under an emulator.
+_EMULATED_WITHIN_S = 600.0
 
 Selection = tuple[int, frozenset[int]]  # layer, experts of one token
 
@@ -108,43 +111,62 @@ def selections(records: Iterable[dict[str, Any]]) -> tuple[Selection, ...]:
 
 
 async def decisions(
-    index: ModelIndex, *, n_tokens: int = N_TOKENS, prompt: str = PROMPT, n_nodes: int = _N_NODES
+    index: ModelIndex,
+    *,
+    n_tokens: int = N_TOKENS,
+    prompt: str = PROMPT,
+    n_nodes: int = _N_NODES,
+    builds: Sequence[ServerBuild] = (),
+    on_progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Decoded]:
-    """The same greedy answer by `stock` llama.cpp, and a swarm in `rows` and `sum`. Raises SwarmError."""
+    """The same greedy answer by `stock` llama.cpp, and a swarm in `rows` and `sum`; with `builds` also by a swarm of a server of
+    each, as `mixed rows` and `mixed sum`. `on_progress` is told what is done next. Raises SwarmError."""
     programs = await read_programs(index)
     # What stock llama.cpp repacks has other last bits: like is compared with like.
     engine = EngineOptions(context=n_tokens + 1024, extra=("--no-repack",))
     found: dict[str, Decoded] = {}
     with tempfile.TemporaryDirectory(prefix="swarm-node-decisions-") as name:
         folder = Path(name)
+        on_progress("stock llama.cpp")
         async with _stock(index, engine, folder / "stock.log") as (url, api_key):
             found["stock"] = await _answer(url, api_key, prompt, n_tokens)
-        for reduce in ("rows", "sum"):
-            calls = folder / reduce
+        kinds: list[tuple[str, tuple[ServerBuild, ...]]] = [("", ())]
+        if builds:
+            kinds.append(("mixed ", tuple(builds)))
+        for (kind, servers), reduce in itertools.product(kinds, ("rows", "sum")):
+            on_progress(f"a swarm, {kind}{reduce}")
+            calls = folder / f"{kind}{reduce}"
             calls.mkdir()
             options = LocalSwarmOptions(
                 nodes=n_nodes,
+                builds=servers,
+                start_within_s=_EMULATED_WITHIN_S,
                 reduce=reduce,
                 deadline_floor_ms=60_000,
                 engine=engine,
                 environment={"SWARM_DEBUG_CALLS": str(calls)},
             )
-            async with local_swarm(index, programs, options, log_folder=calls) as swarm:
+            async with local_swarm(index, programs, options, log_folder=calls, on_slice=_check_device) as swarm:
                 assert swarm.engine is not None
                 for file in calls.glob("*.jsonl"):  # of llama-server's own first decode
                     os.truncate(file, 0)
                 answer = await _answer(swarm.engine.url, swarm.engine.api_key, prompt, n_tokens)
             lines = [line for file in calls.glob("*.jsonl") for line in file.read_text().splitlines()]
-            found[reduce] = replace(answer, selections=selections(map(json.loads, lines)))
+            found[calls.name] = replace(answer, selections=selections(map(json.loads, lines)))
     return found
 
 
+def _check_device(name: str, answer: SliceAnswer) -> None:
+    if answer.note:
+        # A node goes on with its CPU, whose results would stand here under another name.
+        raise SwarmError(f"layer {answer.layer}, experts {answer.first} to {answer.last} are {answer.note}", node=name)
+
+
 def document(found: dict[str, Decoded]) -> list[dict[str, Any]]:
-    """What differs between each two, for scripts."""
-    return [
-        {"a": a, "b": b, **vars(difference(found[a], found[b]))}
-        for a, b in (("rows", "stock"), ("sum", "stock"), ("sum", "rows"))
-    ]
+    """What differs from stock, and from `rows`, which has stock's bits and whose choices of experts are known; for scripts."""
+    pairs = [(name, "stock") for name in found if name != "stock"]
+    pairs += [(name, "rows") for name in found if name not in ("stock", "rows")]
+    return [{"a": a, "b": b, **vars(difference(found[a], found[b]))} for a, b in pairs]
 
 
 def describe(differences: Sequence[dict[str, Any]]) -> list[str]:

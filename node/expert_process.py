@@ -38,6 +38,8 @@ CRASH_WINDOW_S = 60.0
 _ONE_BLAS_THREAD = {"OPENBLAS_NUM_THREADS": "1", "VECLIB_MAXIMUM_THREADS": "1"}
 
 _Key = tuple[str, str, int, int, int]
+#: An expert server of this build.
+SERVER_COMMAND = (*PYTHON_MODULE, "node.expert_server")
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class ExpertProcess:
         device: str = "auto",
         threads: int = 0,
         max_rows: int = 512,
-        command: Sequence[str] = (*PYTHON_MODULE, "node.expert_server"),
+        command: Sequence[str] = SERVER_COMMAND,
         environment: Mapping[str, str] | None = None,
         stderr: Path | None = None,
         start_within_s: float = START_WITHIN_S,

@@ -14,7 +14,14 @@ from typing import Any
 
 import kernels
 from node.errors import ModelError
-from node.expert_process import ExpertProcess, ProcessEvent, SliceAnswer, SliceOrder
+from node.expert_process import (
+    SERVER_COMMAND,
+    START_WITHIN_S,
+    ExpertProcess,
+    ProcessEvent,
+    SliceAnswer,
+    SliceOrder,
+)
 from node.layer_programs import ModelPrograms
 from node.model_index import ModelIndex
 from node.router_engine import EngineOptions, ExpertFailure, RouterEngine, router_engine
@@ -45,10 +52,22 @@ class LocalSwarm:
 
 
 @dataclass(frozen=True)
+class ServerBuild:
+    """What runs an expert server: ``command`` of this build or another, on a ``device`` of it."""
+
+    name: str
+    command: tuple[str, ...]
+    device: str
+
+
+@dataclass(frozen=True)
 class LocalSwarmOptions:
-    """How a local swarm runs. ``expert_threads`` 0 shares the CPU quota among the servers; ``environment`` is added to theirs."""
+    """How a local swarm runs. ``expert_threads`` 0 shares the CPU quota among the servers; ``environment`` is added to theirs.
+    ``builds``: of one server each, instead of ``nodes`` servers of this build on ``device``."""
 
     nodes: int = 3
+    builds: tuple[ServerBuild, ...] = ()
+    start_within_s: float = START_WITHIN_S
     reduce: str = "rows"
     device: str = "auto"
     expert_threads: int = 0
@@ -72,21 +91,23 @@ async def expert_servers(
     Raises SwarmError when a server cannot start, a slice cannot be loaded, or, at the body's next await, when a server
     has crashed too often.
     """
-    shares = _shares(programs, options.nodes)
-    names = _names(len(shares))
+    shares = _shares(programs, len(options.builds) or options.nodes)
+    builds = options.builds or [ServerBuild(name, SERVER_COMMAND, options.device) for name in _names(len(shares))]
     threads = options.expert_threads or max(1, kernels.default_threads() // len(shares))
     processes = [
         ExpertProcess(
-            name,
+            build.name,
             port=port,
-            device=options.device,
+            device=build.device,
             threads=threads,
             max_rows=options.engine.ubatch,
+            command=build.command,
             environment=options.environment,
-            stderr=log_folder / f"{name}.log",
-            on_event=None if on_event is None else partial(on_event, name),
+            stderr=log_folder / f"{build.name}.log",
+            start_within_s=options.start_within_s,
+            on_event=None if on_event is None else partial(on_event, build.name),
         )
-        for name, port in zip(names, _free_ports(len(names)), strict=True)
+        for build, port in zip(builds, _free_ports(len(shares)), strict=False)
     ]
     try:
         await asyncio.gather(*(process.start() for process in processes))
@@ -97,8 +118,8 @@ async def expert_servers(
             )
         )
         nodes = tuple(
-            LocalNode(name, process, tuple(share), memory)
-            for name, process, share, memory in zip(names, processes, shares, loaded, strict=True)
+            LocalNode(process.name, process, tuple(share), memory)
+            for process, share, memory in zip(processes, shares, loaded, strict=True)
         )
         async with _beside(*(process.supervise() for process in processes)):
             yield nodes, _table(index, nodes, options)
