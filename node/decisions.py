@@ -1,7 +1,8 @@
 """What differences in last bits do to decisions: which experts are chosen for a token, and which token is written.
 
-One greedy answer from stock llama.cpp, and the same from a swarm of several expert servers on this machine that send back rows,
-and sums. The rows have the bits of one machine; sums do not, and stand here for any backend with other last bits.
+Stock llama.cpp writes a greedy answer. Swarms of several expert servers on this machine then read that same answer, and say after
+each token which they would have written next: one token that they would not does not make all later ones others. The rows of servers
+of one build have the bits of one machine; sums and other builds do not.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ Selection = tuple[int, frozenset[int]]  # layer, experts of one token
 
 @dataclass(frozen=True)
 class Decoded:
-    """A greedy answer: token ids, and of each the logarithms of the likeliest tokens' probabilities, by id. `selections`: the
-    experts of each layer for each token after the prompt, in order; empty where they are not known."""
+    """The likeliest token after each beginning of an answer, and the logarithms of the likeliest tokens' probabilities, by id.
+    `selections`: the experts of each layer for each token of the answer but the last, in order; empty where they are not known."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[dict[int, float], ...]
@@ -52,13 +53,15 @@ class Decoded:
 
 @dataclass(frozen=True)
 class Difference:
-    """Two answers, up to the first token in which they differ: what comes after it answers another text.
+    """What two choose along the same text.
 
-    `first_difference`: its number from 0, None without any. `logprob_rms`, `logprob_max`: differences of the logarithms of
-    probabilities that both name. `n_selections` were compared (a layer's for a token each), of which `n_changed` are other sets.
+    `n_other` of `n_tokens` are other tokens, `first_difference` is the number of the first from 0, None without any. `logprob_rms`,
+    `logprob_max`: differences of the logarithms of probabilities that both name. `n_selections` were compared (a layer's for a token
+    each), of which `n_changed` are other sets.
     """
 
     n_tokens: int
+    n_other: int
     first_difference: int | None
     logprob_rms: float
     logprob_max: float
@@ -67,26 +70,21 @@ class Difference:
 
 
 def difference(a: Decoded, b: Decoded) -> Difference:
-    """Compares two answers to one prompt."""
-    n = min(len(a.tokens), len(b.tokens))
-    first = next((i for i in range(n) if a.tokens[i] != b.tokens[i]), None if len(a.tokens) == len(b.tokens) else n)
-    # The probabilities of the first token that differs are still those after the same text.
-    n_same = n if first is None else min(first + 1, n)
+    """Compares what two choose along one text. Raises ValueError when they are of other lengths."""
+    others = [i for i, (one, other) in enumerate(zip(a.tokens, b.tokens, strict=True)) if one != other]
     errors = [
         one[token] - other[token]
-        for one, other in zip(a.logprobs[:n_same], b.logprobs[:n_same], strict=True)
+        for one, other in zip(a.logprobs, b.logprobs, strict=True)
         for token in one.keys() & other.keys()
     ]
-    n_layers = len({layer for layer, _ in a.selections})
-    # The first token comes of the prompt, which is no single row; the experts for a token are chosen when the next is made.
-    n_selections = min(len(a.selections), len(b.selections), n_layers * max(0, n_same - 1))
-    pairs = zip(a.selections[:n_selections], b.selections[:n_selections], strict=True)
+    pairs = list(zip(a.selections, b.selections, strict=True)) if a.selections and b.selections else []
     return Difference(
-        n_tokens=n,
-        first_difference=first,
+        n_tokens=len(a.tokens),
+        n_other=len(others),
+        first_difference=others[0] if others else None,
         logprob_rms=math.sqrt(math.fsum(e * e for e in errors) / len(errors)) if errors else 0.0,
         logprob_max=max(map(abs, errors), default=0.0),
-        n_selections=n_selections,
+        n_selections=len(pairs),
         n_changed=sum(one != other for one, other in pairs),
     )
 
@@ -119,7 +117,7 @@ async def decisions(
     builds: Sequence[ServerBuild] = (),
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Decoded]:
-    """The same greedy answer by `stock` llama.cpp, and a swarm in `rows` and `sum`; with `builds` also by a swarm of a server of
+    """A greedy answer by `stock` llama.cpp, and what a swarm chooses along it, in `rows` and `sum`; with `builds` also by a swarm of a server of
     each, as `mixed rows` and `mixed sum`. `on_progress` is told what is done next. Raises SwarmError."""
     programs = await read_programs(index)
     # What stock llama.cpp repacks has other last bits: like is compared with like.
@@ -129,7 +127,8 @@ async def decisions(
         folder = Path(name)
         on_progress("stock llama.cpp")
         async with _stock(index, engine, folder / "stock.log") as (url, api_key):
-            found["stock"] = await _answer(url, api_key, prompt, n_tokens)
+            start = await _tokens(url, api_key, prompt)
+            found["stock"] = await _answer(url, api_key, start, n_tokens)
         kinds: list[tuple[str, tuple[ServerBuild, ...]]] = [("", ())]
         if builds:
             kinds.append(("mixed ", tuple(builds)))
@@ -150,7 +149,7 @@ async def decisions(
                 assert swarm.engine is not None
                 for file in calls.glob("*.jsonl"):  # of llama-server's own first decode
                     os.truncate(file, 0)
-                answer = await _answer(swarm.engine.url, swarm.engine.api_key, prompt, n_tokens)
+                answer = await _follow(swarm.engine.url, swarm.engine.api_key, start, found["stock"].tokens)
             lines = [line for file in calls.glob("*.jsonl") for line in file.read_text().splitlines()]
             found[calls.name] = replace(answer, selections=selections(map(json.loads, lines)))
     return found
@@ -173,11 +172,11 @@ def describe(differences: Sequence[dict[str, Any]]) -> list[str]:
     """The same for people, a line each."""
     lines = []
     for one in differences:
-        first = one["first_difference"]
+        first, n_tokens = one["first_difference"], one["n_tokens"]
         tokens = (
-            f"all {one['n_tokens']} tokens are the same"
+            f"all {n_tokens} tokens are the same"
             if first is None
-            else f"token {first} of {one['n_tokens']} is another"
+            else f"{one['n_other']} of {n_tokens} tokens are others, the first is number {first}"
         )
         line = f"{one['a']}, {one['b']}: {tokens}; log-probabilities differ by {one['logprob_rms']:.1e} (root mean square), {one['logprob_max']:.1e} at most"
         if one["n_selections"]:
@@ -186,25 +185,58 @@ def describe(differences: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
-async def _answer(url: str, api_key: str, prompt: str, n_tokens: int) -> Decoded:
+async def _answer(url: str, api_key: str, start: Sequence[int], n_tokens: int) -> Decoded:
+    """A greedy answer."""
+    async with _session(api_key) as session:
+        return _decoded(await _complete(session, url, start, n_tokens))
+
+
+async def _follow(url: str, api_key: str, start: Sequence[int], tokens: Sequence[int]) -> Decoded:
+    """The greedy choice after each beginning of ``tokens``. All but the last token of each beginning are in llama-server's cache,
+    so every one is computed as in writing them."""
+    async with _session(api_key) as session:
+        steps = [
+            step
+            for i in range(len(tokens))
+            for step in await _complete(session, url, [*start, *tokens[:i]], 1, cache_prompt=i > 0)
+        ]
+    return _decoded(steps)
+
+
+def _session(api_key: str) -> aiohttp.ClientSession:
+    timeout = aiohttp.ClientTimeout(total=None, connect=5)
+    return aiohttp.ClientSession(headers={"Authorization": f"Bearer {api_key}"}, timeout=timeout)
+
+
+async def _tokens(url: str, api_key: str, text: str) -> list[int]:
+    async with _session(api_key) as session:
+        return list((await _post(session, f"{url}/tokenize", {"content": text, "add_special": True}))["tokens"])
+
+
+async def _complete(
+    session: aiohttp.ClientSession, url: str, start: Sequence[int], n_tokens: int, *, cache_prompt: bool = False
+) -> list[dict[str, Any]]:
     body = {
-        "prompt": prompt,
+        "prompt": list(start),
         "n_predict": n_tokens,
         "temperature": 0,
         "ignore_eos": True,
         "n_probs": _N_PROBABILITIES,
         "return_tokens": True,
-        "cache_prompt": False,
+        "cache_prompt": cache_prompt,
     }
-    timeout = aiohttp.ClientTimeout(total=None, connect=5)
-    async with (
-        aiohttp.ClientSession(headers={"Authorization": f"Bearer {api_key}"}, timeout=timeout) as session,
-        session.post(f"{url}/completion", json=body) as response,
-    ):
+    return list((await _post(session, f"{url}/completion", body))["completion_probabilities"])
+
+
+async def _post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> dict[str, Any]:
+    async with session.post(url, json=body) as response:
         answer = await response.json()
         if response.status != 200:
             raise SwarmError(f"llama-server answers with status {response.status}: {str(answer)[:300]}")
-    steps = answer["completion_probabilities"]
+        return dict(answer)
+
+
+def _decoded(steps: Sequence[dict[str, Any]]) -> Decoded:
     return Decoded(
         tuple(int(step["id"]) for step in steps),
         tuple({int(top["id"]): float(top["logprob"]) for top in step["top_logprobs"]} for step in steps),

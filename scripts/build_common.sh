@@ -95,6 +95,10 @@ build() {
         *-DSWARM_LLAMA_CPP_DIR=*) ;;
         *) run env PATH="$tool_path" cmake -DPython_EXECUTABLE="$tools" -P "$root/kernels/cmake/llama_cpp.cmake" ;;
     esac
+    # CMake refuses a build folder that was made for another checkout.
+    local made_for
+    made_for=$(sed -n 's/^CMAKE_HOME_DIRECTORY:INTERNAL=//p' "$folder/$name/build/CMakeCache.txt" 2>/dev/null || true)
+    [ -z "$made_for" ] || [ "$made_for" = "$root" ] || rm -rf "$folder/$name/build"
     # shellcheck disable=SC2086
     run env PATH="$tool_path" cmake -S "$root" -B "$folder/$name/build" -G Ninja -DCMAKE_MAKE_PROGRAM="$make_program" \
         -Dpybind11_DIR="$("$tools" -m pybind11 --cmakedir)" -DPython_EXECUTABLE="$python" \

@@ -16,26 +16,22 @@ def decoded(tokens: str, *, experts: int = 0, shift: float = 0.0) -> Decoded:
     return Decoded(ids, tuple({one: -0.5 + shift, 7: -2.0} for one in ids), tuple(chosen))
 
 
-def test_equal_answers_differ_in_nothing() -> None:
+def test_equal_choices_differ_in_nothing() -> None:
     found = difference(decoded("abcde"), decoded("abcde"))
-    assert (found.n_tokens, found.first_difference, found.logprob_max, found.n_selections, found.n_changed) == (
-        5,
-        None,
-        0,
-        8,
-        0,
-    )
+    assert (found.n_tokens, found.n_other, found.first_difference) == (5, 0, None)
+    assert (found.logprob_rms, found.logprob_max, found.n_selections, found.n_changed) == (0, 0, 8, 0)
 
 
-def test_what_comes_after_the_first_other_token_is_not_compared() -> None:
-    a, b = decoded("abcde", experts=1), decoded("abXYZ", experts=2, shift=0.25)
+def test_every_token_is_compared() -> None:
+    a, b = decoded("abcde", experts=1), decoded("abXdZ", experts=2, shift=0.25)
     found = difference(a, b)
-    assert found.first_difference == 2
-    # a and b of both, and the likeliest tokens after "ab", of which both name 7 alone.
-    assert found.logprob_max == 0.25 and found.logprob_rms == pytest.approx((2 * 0.25**2 / 5) ** 0.5)
-    assert (found.n_selections, found.n_changed) == (4, 4)
-    assert difference(decoded("abc"), decoded("ab")).first_difference == 2
+    assert (found.n_tokens, found.n_other, found.first_difference) == (5, 2, 2)
+    # a, b and d of both, and after each beginning 7, which has the same probability in both.
+    assert found.logprob_max == 0.25 and found.logprob_rms == pytest.approx((3 * 0.25**2 / 8) ** 0.5)
+    assert (found.n_selections, found.n_changed) == (8, 8)
     assert difference(decoded(""), decoded("")).logprob_rms == 0
+    with pytest.raises(ValueError, match="shorter"):
+        difference(decoded("abc"), decoded("ab"))
 
 
 def test_choices_are_put_together_from_the_calls_of_several_servers() -> None:
@@ -53,8 +49,8 @@ def test_it_is_said_in_words() -> None:
     found = {"stock": decoded("abc"), "rows": decoded("abc"), "sum": decoded("aXc", experts=1, shift=0.5)}
     lines = describe(document(found))
     assert lines[0].startswith("rows, stock: all 3 tokens are the same; log-probabilities differ by 0.0e+00")
-    assert "sum, stock: token 1 of 3 is another" in lines[1]
-    assert "of 2 choices of experts, 2 are others" in lines[2]
+    assert "sum, stock: 1 of 3 tokens are others, the first is number 1" in lines[1]
+    assert "of 4 choices of experts, 4 are others" in lines[2]
 
 
 @pytest.mark.slow
