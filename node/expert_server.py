@@ -430,6 +430,7 @@ async def serve(kernels: ModuleType, options: argparse.Namespace, out: TextIO) -
     server = ExpertServer(
         kernels, device=options.device, threads=options.threads, max_rows=options.max_rows, name=options.name
     )
+    server.slices.proves = not options.unproved
     control = Control(server, out)
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signal_number, control.stop)
@@ -468,6 +469,11 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--name", default="node", help="name of the node, for logs and status")
     parser.add_argument(
         "--measure", action="store_true", help="measure how fast the device reads experts, at the start"
+    )
+    parser.add_argument(
+        "--unproved",
+        action="store_true",
+        help="slices are ready without having proved themselves: to measure a device, right or wrong, and never in a swarm",
     )
     options = parser.parse_args(arguments)
     if options.max_rows < 1 or options.threads < 0 or not 0 <= options.port < 65536:

@@ -19,6 +19,8 @@ from models import LAYER_TYPES, random_layer
 import kernels
 from node.admission import STEP_EXPERTS, Golden
 from node.compute_queue import ComputeQueue
+from node.expert_process import SERVER_COMMAND
+from node.expert_server import parse_arguments
 from node.slices import SliceHolder
 from node.wire import CallRequest
 
@@ -220,6 +222,14 @@ async def test_a_fault_is_never_admitted(name: str, tmp_path: Path) -> None:
     holding.kernels.faults.clear()
     (answer,) = await holding.load(order(make_layer(tmp_path)))
     assert answer["type"] == "ready"
+
+
+async def test_what_is_wrong_can_be_measured_but_not_by_a_node(tmp_path: Path) -> None:
+    holding = Holding({"CPU": scaled})
+    holding.slices.proves = False
+    (answer,) = await holding.load(order(make_layer(tmp_path)))
+    assert answer["type"] == "ready"
+    assert not parse_arguments(list(SERVER_COMMAND[SERVER_COMMAND.index("node.expert_server") + 1 :])).unproved
 
 
 @pytest.mark.parametrize("type", ["f32", "q8_0", "q6_K"])
