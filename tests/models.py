@@ -39,8 +39,9 @@ LAYER_TYPES = (
 class Shape:
     """Sizes of a random model of the architecture `qwen3moe` or `qwen35moe`.
 
-    Rows are multiples of 256 by default, which K-quants need. `n_ff_shared` and `merged` (gate and up in one tensor)
-    are qwen35moe's; three of its four layers are gated delta nets.
+    Rows are multiples of 256 by default, which K-quants need. `n_ff_shared`, `merged` (gate and up in one tensor) and
+    `n_nextn` (blocks for multi-token prediction after the `n_layer` others, with experts that an ordinary decode does not
+    use) are qwen35moe's; three of its four layers are gated delta nets.
     """
 
     architecture: str
@@ -54,12 +55,14 @@ class Shape:
     n_ff: int = 256
     n_ff_shared: int = 256
     merged: bool = False
+    n_nextn: int = 0
     type: str = "f32"
     seed: int = 0
 
 
 QWEN3MOE = Shape("qwen3moe")
 QWEN35MOE = Shape("qwen35moe", n_expert=12, n_used=3)
+QWEN35MOE_NEXTN = replace(QWEN35MOE, n_nextn=1)
 
 
 def moe_model(shape: Shape, quantisation: str | None = None) -> Path:
@@ -165,7 +168,7 @@ def _int32_array(values: Sequence[int]) -> KeyValue:
 def _key_values(shape: Shape) -> dict[str, KeyValue]:
     source = read_header(find_source())
     numbers = {
-        "block_count": shape.n_layer,
+        "block_count": shape.n_layer + shape.n_nextn,
         "context_length": 4096,
         "embedding_length": shape.n_embd,
         "feed_forward_length": shape.n_ff,
@@ -189,6 +192,8 @@ def _key_values(shape: Shape) -> dict[str, KeyValue]:
             "ssm.time_step_rank": shape.n_head,
             "ssm.inner_size": shape.head_dim * shape.n_head,
         }
+        if shape.n_nextn:
+            numbers["nextn_predict_layers"] = shape.n_nextn
         third = shape.head_dim // 6
         others["rope.dimension_sections"] = _int32_array((shape.head_dim // 2 - 2 * third, third, third, 0))
     key_values = {
@@ -247,7 +252,7 @@ def _write_model(shape: Shape, path: Path, block_experts: bool = False) -> None:
     # Also the output matrix. Small, so that a token is not followed by itself.
     tensors.add("token_embd.weight", shape.n_embd, _vocabulary_size(), spread=0.05)
     tensors.constant("output_norm.weight", shape.n_embd, 0.9, 1.1)
-    for layer in range(shape.n_layer):
+    for layer in range(shape.n_layer + shape.n_nextn):
         prefix = f"blk.{layer}."
         tensors.constant(prefix + "attn_norm.weight", shape.n_embd, 0.9, 1.1)
         if shape.architecture == "qwen3moe":
@@ -255,7 +260,7 @@ def _write_model(shape: Shape, path: Path, block_experts: bool = False) -> None:
             _add_attention(tensors, prefix, gated=False)
         elif shape.architecture == "qwen35moe":
             tensors.constant(prefix + "post_attention_norm.weight", shape.n_embd, 0.9, 1.1)
-            if layer % 4 == 3:
+            if layer % 4 == 3 or layer >= shape.n_layer:
                 _add_attention(tensors, prefix, gated=True)
             else:
                 _add_delta_net(tensors, prefix)
@@ -263,6 +268,10 @@ def _write_model(shape: Shape, path: Path, block_experts: bool = False) -> None:
         else:
             raise ValueError(f"no generator for the architecture {shape.architecture}")
         _add_experts(tensors, prefix)
+        if layer >= shape.n_layer:
+            tensors.add(prefix + "nextn.eh_proj.weight", 2 * shape.n_embd, shape.n_embd)
+            tensors.constant(prefix + "nextn.enorm.weight", shape.n_embd, 0.9, 1.1)
+            tensors.constant(prefix + "nextn.hnorm.weight", shape.n_embd, 0.9, 1.1)
     with path.open("wb") as file:
         write_gguf(file, _key_values(shape), tensors.all)
 

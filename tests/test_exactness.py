@@ -79,7 +79,7 @@ def _check_one_round_each(held: HeldModel, result: Logits) -> None:
         assert node["calls"] <= sum(rounds.values())
     assert statistics["calls"] >= sum(rounds.values())
     assert statistics["failures"] == 0
-    experts = {f"blk.{layer}.{name}" for layer in held.index.expert_layers for name in held.index.expert_tensors(layer)}
+    experts = {f"blk.{layer}.{name}" for layer in held.programs.layers for name in held.index.expert_tensors(layer)}
     assert set(statistics["swarm_tensors"]) == experts
 
 
@@ -122,10 +122,14 @@ def test_demo_model_is_bit_identical(servers: Servers) -> None:
     assert np.array_equal(result.generated, expected.generated)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3moe", "qwen35moe"])
-def test_k_quants_are_bit_identical(architecture: str, servers: Servers) -> None:
+@pytest.mark.parametrize(
+    "shape",
+    [models.Shape("qwen3moe"), models.Shape("qwen35moe"), models.QWEN35MOE_NEXTN],
+    ids=["qwen3moe", "qwen35moe", "nextn"],
+)
+def test_k_quants_are_bit_identical(shape: models.Shape, servers: Servers) -> None:
     # --no-repack: repacked weights give other bits than plain ones, and expert servers hold plain ones.
-    model = models.moe_model(models.Shape(architecture), "Q4_K_M")
+    model = models.moe_model(shape, "Q4_K_M")
     job = _job(model, n_prompt=512, repack=False)
     expected = logits(job)
     with servers.holding(model) as held:
