@@ -297,8 +297,9 @@ class SliceHolder:
         """On this server's device, else on the CPU. Raises what is in the way there."""
         cpu = next((name for name, type in self._devices.items() if type == "cpu"), self._device)
         problem = self._unfit.get(_types(layer, wanted))
-        on_cpu = layer.device == cpu and any(held.state == "ready" for held in layer.slices.values())
-        if problem is None and not on_cpu:
+        is_ready = any(held.state == "ready" for held in layer.slices.values())
+        has_moved = self._device != cpu and layer.device == cpu and is_ready
+        if problem is None and not has_moved:
             try:
                 await self._load_on(self._device, model, layer, wanted)
                 return

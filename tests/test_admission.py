@@ -205,7 +205,7 @@ class Holding:
 async def test_every_type_is_admitted_on_this_cpu(type: str, tmp_path: Path) -> None:
     holding = Holding({})
     answers = await holding.load(order(make_layer(tmp_path, type), (2, 4), (5, 11)))
-    assert [(a["type"], a.get("reason")) for a in answers] == [("ready", None)] * 2
+    assert [(a["type"], a.get("reason"), a.get("note")) for a in answers] == [("ready", None, None)] * 2
 
 
 @pytest.mark.parametrize("name", FAULTS)
