@@ -94,12 +94,14 @@ def selections(records: Iterable[dict[str, Any]]) -> tuple[Selection, ...]:
 
     A router calls all servers for a layer, and then for the next one, so what lies between two changes of layer, in the order of
     arrival, is of one token. Calls of several rows, which are a prompt's, are left out, and so is the prompt's last layer, of which
-    llama.cpp computes the last row only.
+    llama.cpp computes the last row only. A call that is made again, since a server ended in between, counts once.
     """
     found: list[tuple[int, set[int], int]] = []
-    for record in sorted(records, key=lambda record: float(record["t"])):
+    in_order = sorted(records, key=lambda record: float(record["t"]))
+    has_one_layer = len({record["layer"] for record in in_order}) == 1
+    for record in in_order:
         layer, experts, rows = int(record["layer"]), set(map(int, record["experts"])), int(record["rows"])
-        if found and found[-1][0] == layer and not found[-1][1] & experts:
+        if found and found[-1][0] == layer and not (has_one_layer and found[-1][1] & experts):
             found[-1] = (layer, found[-1][1] | experts, max(rows, found[-1][2]))
         else:
             found.append((layer, experts, rows))

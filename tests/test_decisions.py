@@ -41,8 +41,14 @@ def test_choices_are_put_together_from_the_calls_of_several_servers() -> None:
     prompt = [call(1, 0, [0, 1, 0, 2], 3), call(1.1, 0, [5, 6], 2), call(1.2, 1, [3])]
     first = [call(2, 0, [1]), call(2.1, 0, [5]), call(2.2, 1, [2, 7])]
     second = [call(3, 0, [6, 7]), call(3.2, 1, [2]), call(3.3, 1, [4])]
-    found = selections([*second, *prompt, *first])
+    again = [call(2.15, 0, [5])]  # its server ended before it answered
+    found = selections([*second, *prompt, *again, *first])
     assert found == ((0, frozenset({1, 5})), (1, frozenset({2, 7})), (0, frozenset({6, 7})), (1, frozenset({2, 4})))
+
+
+def test_of_one_layer_every_token_is_a_choice() -> None:
+    calls = [{"t": t, "layer": 2, "experts": experts, "rows": 1} for t, experts in enumerate([[1], [4], [1], [5]])]
+    assert selections(calls) == ((2, frozenset({1, 4})), (2, frozenset({1, 5})))
 
 
 def test_it_is_said_in_words() -> None:
