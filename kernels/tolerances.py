@@ -9,7 +9,8 @@ and float64. Of an FFN it is seen three times: the input twice (gate and up), th
 kernels/reference.py in float64: a SwiGLU FFN with random weights of each type, normally distributed inputs, 8 experts of
 256 x 512 and 1024 x 512, 1, 8 and 33 rows; the mean over rows, rounded up. It does not depend on the sizes. Single rows had
 up to 1.8 times as much. Of GPUs, only Vulkan on Mesa's software driver was measured (docs/equivalence.md): 5.2e-3 to 5.8e-3 for F16
-and quantised weights, `_GPU_NOISE_LEAST` rounded up; others may compute with floats of 10 bits (TF32) or add up in F16. For
+and quantised weights when it added up in F16, `_GPU_NOISE_LEAST` rounded up, and 5e-4 since it is asked to add up in F32; other
+devices may not heed that, or compute with floats of 10 bits (TF32). For
 quantised types the CPU's noise is granted to GPUs as well, whose activations are in smaller blocks than the CPU's Q8_K. Published figures (docs/equivalence.md) of GPUs against ARM CPUs are a relative L2 of 1.3 % and 2.2 %.
 
 **What follows.** Two backends have noise of their own: their difference has at most the root of the sum of squares, whichever the two
