@@ -86,7 +86,7 @@ class Server:
             device=backend.device,
             threads=threads,
             max_rows=MAX_ROWS,
-            # The comparison is the proof here; and an emulated processor takes an hour for what admission computes.
+            # The comparison is the proof here; and an emulated processor takes very long for what admission computes.
             command=(str(backend.python), "-P", "-m", "node.expert_server", "--unproved"),
             stderr=log,
             start_within_s=WITHIN_S,
