@@ -15,6 +15,7 @@ from equivalence_servers import Backend
 
 from node.decisions import N_TOKENS, decisions, describe, document
 from node.demo_model import demo_model
+from node.errors import SwarmError
 from node.local_swarm import ServerBuild
 from node.model_index import read_model
 
@@ -45,4 +46,7 @@ async def run(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(run(arguments()))
+    try:
+        asyncio.run(run(arguments()))
+    except SwarmError as error:
+        sys.exit(str(error))
