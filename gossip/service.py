@@ -17,10 +17,13 @@ from random import SystemRandom
 from typing import Any
 
 from gossip.address import Address, normalised
-from gossip.core import Gossip
 from gossip.envelope import Envelope
 from gossip.errors import GossipError, NotForUs, UnknownVersion, WrongKey
-from gossip.events import (
+from gossip.limits import INCOMPATIBLE_MAX, PACKET_BYTES_MAX
+from gossip.messages import decode_packet, decode_reply, decode_request, encode
+from gossip.state import NodeId
+from gossip.swim.core import Gossip
+from gossip.swim.events import (
     Action,
     Announced,
     Ask,
@@ -35,10 +38,7 @@ from gossip.events import (
     Tick,
     Withdrawn,
 )
-from gossip.limits import INCOMPATIBLE_MAX, PACKET_BYTES_MAX
-from gossip.messages import decode_packet, decode_reply, decode_request, encode
-from gossip.settings import Settings
-from gossip.state import NodeId
+from gossip.swim.settings import Settings
 
 log = logging.getLogger(__name__)
 

@@ -44,7 +44,7 @@ class SwarmError(Exception):
 
 
 class CallRefused(SwarmError):
-    """An expert call was refused or failed. `kind` as in `node.wire.HTTP_STATUS`; `retry`: trying again may help."""
+    """An expert call was refused or failed. `kind` as in `node.expert_server.wire.HTTP_STATUS`; `retry`: trying again may help."""
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from node.unpack import Body
+from node.bounded_msgpack import Body
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]

@@ -100,7 +100,7 @@ class Router(msgspec.Struct, frozen=True):
 class Record(msgspec.Struct, frozen=True):
     """A node. Which of two records is newer is for gossip to know (gossip/messages.py).
 
-    ``expert_bytes_per_s``: expert weights that its device reads in a second (node/speed.py); 0: not known.
+    ``expert_bytes_per_s``: expert weights that its device reads in a second (node/expert_server/speed.py); 0: not known.
     """
 
     version: int

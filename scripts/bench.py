@@ -23,12 +23,12 @@ from bench_ways import STOCK, Way, llama_bench, rpc_server, rpc_way, swarm, swar
 from bench_wire import print_wire, wire
 
 import kernels
-from node import polling
-from node.demo_model import demo_model
-from node.model_index import ModelIndex, read_model
+from node import environment as polling
+from node.models.demo import demo_model
+from node.models.index import ModelIndex, read_model
+from node.models.synthetic import SHAPES, write_synthetic_model
 from node.paths import cache_dir
-from node.routing import RoutingTable
-from node.synthetic_model import SHAPES, write_synthetic_model
+from node.router.table import RoutingTable
 
 SUITES = {
     "call": "one expert call: the cost beside computing",

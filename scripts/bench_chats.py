@@ -22,8 +22,8 @@ from bench_link import link
 from bench_ways import STOCK, Way, rpc_server, rpc_way, swarm_nodes, swarm_way, through
 
 import kernels
-from node.model_index import ModelIndex
-from node.routing import RoutingSlice, RoutingTable
+from node.models.index import ModelIndex
+from node.router.table import RoutingSlice, RoutingTable
 
 CHATS = (1, 2, 4, 8)
 TOKENS = 48

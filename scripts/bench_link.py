@@ -17,7 +17,7 @@ from typing import Any
 from bench_ways import STOCK, Way, llama_bench, rpc_server, rpc_way, swarm, swarm_way, through
 
 import kernels
-from node.model_index import ModelIndex
+from node.models.index import ModelIndex
 
 ROUND_TRIPS_MS = (0.25, 0.5, 1.0, 5.0)
 RATES_MBIT_S = (1000, 100)

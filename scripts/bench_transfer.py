@@ -24,15 +24,15 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from node.model_fetcher import ModelFetcher
-from node.model_identity import local_manifest
-from node.model_index import read_model
-from node.model_pieces import expert_numbers
-from node.model_service import LocalCopy, ModelService
-from node.model_store import ModelStore
+from node.models.hashing import local_manifest
+from node.models.index import read_model
+from node.models.pieces import expert_numbers
+from node.models.synthetic import SHAPES, write_synthetic_model
 from node.paths import PYTHON_MODULE
-from node.peer_http import PeerClient
-from node.synthetic_model import SHAPES, write_synthetic_model
+from node.peers.http import PeerClient
+from node.transfer.fetcher import ModelFetcher
+from node.transfer.service import LocalCopy, ModelService
+from node.transfer.store import ModelStore
 
 
 def main() -> None:

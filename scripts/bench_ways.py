@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import kernels
-from node.layer_programs import EXPERT_TENSOR_PATTERN, read_programs, swarm_backend_path
-from node.local_swarm import LocalNode, LocalSwarmOptions, expert_servers
-from node.model_index import ModelIndex
-from node.routing import RoutingTable
+from node.commands.local_swarm import LocalNode, LocalSwarmOptions, expert_servers
+from node.models.index import ModelIndex
+from node.router.programs import EXPERT_TENSOR_PATTERN, read_programs, swarm_backend_path
+from node.router.table import RoutingTable
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import Any
 
 from bench_ways import STOCK, llama_bench, output_of, swarm, swarm_way
 
-from node.model_index import ModelIndex
+from node.models.index import ModelIndex
 from node.number_formats import ITEM_BYTES
 
 TOKENS = 32

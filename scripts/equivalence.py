@@ -25,9 +25,9 @@ import kernels
 from kernels.equivalence import compare
 from kernels.tolerances import family, problem, tolerance
 from node.errors import SwarmError
-from node.model_index import ModelIndex, read_model
-from node.random_blocks import BLOCK_TYPES
-from node.synthetic_model import SHAPES, SyntheticShape, write_synthetic_model
+from node.models.index import ModelIndex, read_model
+from node.models.random_blocks import BLOCK_TYPES
+from node.models.synthetic import SHAPES, SyntheticShape, write_synthetic_model
 
 LARGE = "qwen3.5-122b"
 # Blocks are 256 wide at most; small enough for an emulated processor, and for a table of all types.

@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kernels
-from node import wire
 from node.errors import SwarmError
-from node.expert_process import ExpertProcess, SliceOrder
-from node.model_index import ModelIndex
-from node.swiglu import SWIGLU_PROGRAM
+from node.expert_server import wire
+from node.expert_server.process import ExpertProcess, SliceOrder
+from node.expert_server.speed_swiglu import SWIGLU_PROGRAM
+from node.models.index import ModelIndex
 
 LAYER = 0
 # An emulated processor takes minutes for what this machine's computes in a second.

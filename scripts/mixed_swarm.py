@@ -13,11 +13,11 @@ from pathlib import Path
 
 from equivalence_servers import Backend
 
-from node.decisions import N_TOKENS, decisions, describe, document
-from node.demo_model import demo_model
+from node.commands.local_swarm import ServerBuild
+from node.commands.verify_decisions import N_TOKENS, decisions, describe, document
 from node.errors import SwarmError
-from node.local_swarm import ServerBuild
-from node.model_index import read_model
+from node.models.demo import demo_model
+from node.models.index import read_model
 
 
 def arguments() -> argparse.Namespace:

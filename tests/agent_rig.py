@@ -9,10 +9,10 @@ from pathlib import Path
 
 from fake_llama_server import FakeLlamaServer, fake_llama_server
 
-from node.agent import Agent
-from node.config import Config, load_config
-from node.front_door import Here, There, Unavailable
-from node.identity import hold_identity
+from node.agent.agent import Agent
+from node.api.front_door import Here, There, Unavailable
+from node.peers.identity import hold_identity
+from node.settings.load import Config, load_config
 
 
 class LoneAgent(Agent):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
-from node.front_door import Door, DoorOptions, Guard, Here, PeerProof, ServedModel, There, Unavailable, add_routes
+from node.api.front_door import Door, DoorOptions, Guard, Here, PeerProof, ServedModel, There, Unavailable, add_routes
 
 MODEL = ServedModel("demo", aliases=("demo-moe", "default"), created_s=1_700_000_000)
 

@@ -9,11 +9,11 @@ from types import MethodType
 from typing import Any, TypeVar
 
 from gossip.address import Address
-from gossip.core import Gossip
-from gossip.events import Action, Ask, Event, Notify, Published, Received, Replied, Send, Tick
 from gossip.messages import Kind, Packet, PullReply, PullRequest, Record, Update
-from gossip.settings import Settings
 from gossip.state import NodeId
+from gossip.swim.core import Gossip
+from gossip.swim.events import Action, Ask, Event, Notify, Published, Received, Replied, Send, Tick
+from gossip.swim.settings import Settings
 
 SELF = NodeId(b"self....")
 ALICE, BOB, CAROL, DAVE = (NodeId(name.ljust(8, b".")) for name in (b"alice", b"bob", b"carol", b"dave"))

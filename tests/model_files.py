@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from node.gguf_file import KeyValue, NewTensor, TensorInfo, read_header, tensor_bytes, write_gguf
-from node.model_index import read_model
-from node.synthetic_model import SyntheticShape, _key_values, _Tensors, write_synthetic_model
+from node.models.gguf import KeyValue, NewTensor, TensorInfo, read_header, tensor_bytes, write_gguf
+from node.models.index import read_model
+from node.models.synthetic import SyntheticShape, _key_values, _Tensors, write_synthetic_model
 
 _SMALL = {"n_embd": 256, "n_head": 4, "n_head_kv": 2, "head_dim": 64, "n_expert": 8, "n_used": 3, "n_ff": 256}
 _DELTA = {"n_ff_shared": 256, "delta_keys": 2, "delta_values": 4, "delta_dim": 64}

@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 from oracle import native_program
 
-import node.gguf_file
-from node.demo_model import find_source
-from node.gguf_file import KeyValue, NewTensor, read_header, write_gguf
-from node.random_blocks import random_blocks
+import node.models.gguf
+from node.models.demo import find_source
+from node.models.gguf import KeyValue, NewTensor, read_header, write_gguf
+from node.models.random_blocks import random_blocks
 
 RandomTensor = tuple[str, tuple[int, ...], bytes]
 

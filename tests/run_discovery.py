@@ -25,10 +25,10 @@ from typing import Any
 import zeroconf.asyncio
 from zeroconf import DNSIncoming, DNSOutgoing, DNSPointer, DNSService, DNSText
 
-from gossip.discovery import Discovery, Found, find
-from gossip.interface_watch import watch_interfaces
-from gossip.interfaces import InterfaceRules
-from gossip.multicast_dns import SERVICE_TYPE
+from gossip.discovery.dns_sd import Discovery, Found, find
+from gossip.discovery.interface_watch import watch_interfaces
+from gossip.discovery.interfaces import InterfaceRules
+from gossip.discovery.multicast_dns import SERVICE_TYPE
 
 GROUP = ("224.0.0.251", 5353)
 

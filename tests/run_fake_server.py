@@ -7,6 +7,6 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import fake_kernels  # noqa: E402
 
-from node.expert_server import main  # noqa: E402
+from node.expert_server.server import main  # noqa: E402
 
 main(kernels=fake_kernels)

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import numpy as np
 
 import kernels
-from node.expert_server import main
+from node.expert_server.server import main
 
 
 class PerturbedStore(kernels.ExpertStore):

@@ -11,8 +11,8 @@ import aiohttp
 import fake_kernels
 import numpy as np
 
-from node import wire
-from node.expert_process import ExpertProcess, SliceAnswer, SliceOrder
+from node.expert_server import wire
+from node.expert_server.process import ExpertProcess, SliceAnswer, SliceOrder
 
 COMMAND = (sys.executable, str(Path(__file__).parent / "run_fake_server.py"))
 MODEL = "demo"

@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kernels
-from node import wire
-from node.expert_process import ExpertProcess, SliceOrder
-from node.layer_programs import EXPERT_TENSOR_PATTERN, ModelPrograms, read_programs, swarm_backend_path
-from node.model_index import ModelIndex, read_model
-from node.routing import RoutingNode, RoutingSlice, RoutingTable, even_split
+from node.expert_server import wire
+from node.expert_server.process import ExpertProcess, SliceOrder
+from node.models.index import ModelIndex, read_model
+from node.router.programs import EXPERT_TENSOR_PATTERN, ModelPrograms, read_programs, swarm_backend_path
+from node.router.table import RoutingNode, RoutingSlice, RoutingTable, even_split
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import aiohttp
 
 import kernels
-from node.demo_model import demo_model
+from node.models.demo import demo_model
 
 SLOT_TOKENS = 8192
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import models
 
-from node.gguf_file import KeyValue, NewTensor, TensorInfo, read_header, write_gguf
-from node.model_identity import local_manifest
-from node.model_index import ModelIndex, read_model
-from node.model_layout import Layout, read_layout
-from node.model_manifest import Manifest
-from node.model_store import ModelStore
-from node.stored_model import StoredModel
+from node.models.gguf import KeyValue, NewTensor, TensorInfo, read_header, write_gguf
+from node.models.hashing import local_manifest
+from node.models.index import ModelIndex, read_model
+from node.models.layout import Layout, read_layout
+from node.models.manifest import Manifest
+from node.transfer.store import ModelStore
+from node.transfer.stored import StoredModel
 
 SMALL = models.Shape("qwen3moe", n_layer=2, n_expert=6, n_used=2)
 #: Experts of 3 MB, so that what file systems round to does not count.

@@ -17,11 +17,11 @@ import psutil
 from fault_proxy import FaultProxy, fault_proxy
 from servers import HeldModel, Servers
 
-from node.chat import ChatError, stream_chat
-from node.demo_model import demo_model
-from node.expert_process import ExpertProcess, SliceOrder
-from node.router_engine import EngineOptions, ExpertFailure, RouterEngine, router_engine
-from node.routing import RoutingNode, RoutingSlice, RoutingTable
+from node.commands.chat import ChatError, stream_chat
+from node.expert_server.process import ExpertProcess, SliceOrder
+from node.models.demo import demo_model
+from node.router.engine import EngineOptions, ExpertFailure, RouterEngine, router_engine
+from node.router.table import RoutingNode, RoutingSlice, RoutingTable
 
 T = TypeVar("T")
 

@@ -17,12 +17,12 @@ from layers import SWIGLU, Floats, Layer, program
 from models import LAYER_TYPES, random_layer
 
 import kernels
-from node.admission import STEP_EXPERTS, Golden
-from node.compute_queue import ComputeQueue
-from node.expert_process import SERVER_COMMAND
-from node.expert_server import parse_arguments
-from node.slices import SliceHolder
-from node.wire import CallRequest
+from node.expert_server.admission import STEP_EXPERTS, Golden
+from node.expert_server.compute_queue import ComputeQueue
+from node.expert_server.held_slices import SliceHolder
+from node.expert_server.process import SERVER_COMMAND
+from node.expert_server.server import parse_arguments
+from node.expert_server.wire import CallRequest
 
 N_EXPERT, N_EMBD, N_FF = 12, 256, 256
 
@@ -342,7 +342,7 @@ async def test_where_the_cpu_fails_as_well_the_slice_stays_out(tmp_path: Path) -
 
 
 async def test_a_cpu_without_memory_does_not_take_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("node.slices.free_memory_bytes", lambda: 100_000)
+    monkeypatch.setattr("node.expert_server.held_slices.free_memory_bytes", lambda: 100_000)
     holding = Holding({"GPU0": scaled}, (GPU, CPU))
     (answer,) = await holding.load(order(make_layer(tmp_path)))
     assert answer["type"] == "failed" and "MiB of memory" in answer["reason"]

@@ -16,7 +16,7 @@ from lan_rig import Host, cpu_seconds, lan, needs_namespaces
 from network_rig import network
 from servers import native
 
-from node.demo_model import demo_model
+from node.models.demo import demo_model
 from node.swarm_key import SwarmKey
 
 pytestmark = [pytest.mark.slow, needs_namespaces]

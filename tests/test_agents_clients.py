@@ -29,7 +29,7 @@ from api_cases import (
 )
 from loopback_rig import LocalSwarm, local_swarm
 
-from node.demo_model import demo_model
+from node.models.demo import demo_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 

@@ -36,7 +36,7 @@ from network_rig import (
     thought_dead,
 )
 
-from node.demo_model import demo_model
+from node.models.demo import demo_model
 from node.swarm_key import SwarmKey
 
 pytestmark = [pytest.mark.slow, needs_namespaces]

@@ -12,8 +12,8 @@ import model_files
 import pytest
 from lan_rig import Host, lan, needs_namespaces
 
-from node.model_identity import local_manifest
-from node.model_index import read_model
+from node.models.hashing import local_manifest
+from node.models.index import read_model
 
 pytestmark = [pytest.mark.slow, needs_namespaces]
 

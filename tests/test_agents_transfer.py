@@ -15,10 +15,10 @@ from lan_rig import Host, lan, needs_namespaces
 from store_cases import piece_bytes
 from test_agents import ANSWER, QUESTION, _stock_answer
 
-from node.demo_model import demo_model
-from node.model_pieces import expert_numbers, trunk_numbers
-from node.model_store import ModelStore
+from node.models.demo import demo_model
+from node.models.pieces import expert_numbers, trunk_numbers
 from node.swarm_key import SwarmKey
+from node.transfer.store import ModelStore
 
 pytestmark = [pytest.mark.slow, needs_namespaces]
 

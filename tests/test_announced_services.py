@@ -13,9 +13,16 @@ from hypothesis import strategies as st
 from zeroconf import ServiceInfo
 
 from gossip.address import Address
-from gossip.announced_services import SERVICES_MAX, Found, KnownServices, announced_swarm, announced_text, parse
-from gossip.multicast_dns import SERVICE_TYPE
-from gossip.service_browser import is_name
+from gossip.discovery.announced_services import (
+    SERVICES_MAX,
+    Found,
+    KnownServices,
+    announced_swarm,
+    announced_text,
+    parse,
+)
+from gossip.discovery.multicast_dns import SERVICE_TYPE
+from gossip.discovery.service_browser import is_name
 
 ID = "0123456789abcdef"
 TEXT = announced_text(ID, "home", 1)

@@ -35,8 +35,8 @@ from door_rig import Node, node
 from fake_llama_server import fake_llama_server
 from stock_server import llama_server, ready
 
-from node.front_door import Here, There, Unavailable
-from node.router_engine import ExpertFailure
+from node.api.front_door import Here, There, Unavailable
+from node.router.engine import ExpertFailure
 
 T = TypeVar("T", bound=Callable[..., Any])
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.auth import api_key_matches, host_allowed, is_json, is_private, origin_allowed, origin_listed
+from node.access import api_key_matches, host_allowed, is_json, is_private, origin_allowed, origin_listed
 from node.errors import NotAuthenticated, SwarmKeyError
 from node.swarm_key import (
     EMPTY_SHA256,

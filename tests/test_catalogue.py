@@ -11,12 +11,12 @@ import msgspec
 import pytest
 from store_cases import piece_bytes, source
 
-from node.catalogue import Entry, catalogue, choose
+from node.agent.placement import Candidate, elect
 from node.errors import ModelError
-from node.local_models import LocalModels
-from node.model_store import ModelStore
-from node.placement import Candidate, elect
+from node.models.local import LocalModels
 from node.records import OFFERS_MAX, VERSION, Offer, Record, RecordError, decode, encode
+from node.transfer.catalogue import Entry, catalogue, choose
+from node.transfer.store import ModelStore
 
 ID_A, ID_B, ID_C = "a" * 32, "aaaaaaa" + "b" * 25, "c" * 32
 

@@ -17,8 +17,8 @@ from fake_llama_server import Asked, FakeLlamaServer, fake_llama_server
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.client_hold import HOLD_S, LONGEST_HOLD_S, PAUSE_S, HoldPlan
-from node.front_door import Here, There
+from node.api.client_hold import HOLD_S, LONGEST_HOLD_S, PAUSE_S, HoldPlan
+from node.api.front_door import Here, There
 
 CHAT = "/v1/chat/completions"
 EVENT, LAST_EVENT = b'data: {"choices": []}\n\n', b"data: [DONE]\n\n"

@@ -1,6 +1,6 @@
 """Clients that leave a real swarm's router while another stream is being written (STRM-1).
 
-llama-server alone would not notice: see node/client_hold.py.
+llama-server alone would not notice: see node/api/client_hold.py.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from door_rig import Node, node
 from servers import Servers
 from stock_server import llama_server, ready
 
-from node.demo_model import demo_model
-from node.front_door import Here, There
-from node.router_engine import EngineOptions, RouterEngine, router_engine
+from node.api.front_door import Here, There
+from node.models.demo import demo_model
+from node.router.engine import EngineOptions, RouterEngine, router_engine
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 

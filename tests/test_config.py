@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.config import Config, add_flags, load_config, node_name
 from node.errors import ConfigError
-from node.settings import SECTIONS, SETTINGS, Setting, documented_file
+from node.settings.load import Config, add_flags, load_config, node_name
+from node.settings.table import SECTIONS, SETTINGS, Setting, documented_file
+from node.settings.toml_text import key_lines, toml_text
 from node.swarm_key import SwarmKey
-from node.toml_text import key_lines, toml_text
 
 ROOT = Path(__file__).parent.parent
 KEY = SwarmKey(bytes(range(32))).text()
@@ -100,7 +100,7 @@ def file(tmp_path: Path) -> Path:
 def test_swarm_toml_is_the_tables() -> None:
     text = (ROOT / "swarm.toml").read_text()
     assert text == documented_file(), (
-        "write it with: python -c \"from node.settings import *; print(documented_file(), end='')\""
+        "write it with: python -c \"from node.settings.table import *; print(documented_file(), end='')\""
     )
 
 
@@ -391,7 +391,7 @@ def test_flags_of_a_subcommand_do_not_hide_what_another_lacks() -> None:
 
 def test_reading_settings_is_quick() -> None:
     """`swarm-node ask` needs them: no extension, no aiohttp for that."""
-    code = "import node.config, sys; sys.exit(' '.join({'kernels', 'aiohttp', 'numpy'} & set(sys.modules)))"
+    code = "import node.settings.load, sys; sys.exit(' '.join({'kernels', 'aiohttp', 'numpy'} & set(sys.modules)))"
     assert (
         subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False).stderr
         == "\n"

@@ -14,7 +14,7 @@ import pytest
 from agent_rig import LoneAgent, lone_agent
 from fake_llama_server import FakeLlamaServer
 
-from node.front_door import Unavailable
+from node.api.front_door import Unavailable
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 PAGE, OTHER_PAGE, EVIL = "https://chat.example", "http://ui.example:3000", "http://evil.example"

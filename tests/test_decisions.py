@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from models import Shape, moe_model
 
-from node.decisions import Decoded, decisions, describe, difference, document, selections
-from node.model_index import read_model
+from node.commands.verify_decisions import Decoded, decisions, describe, difference, document, selections
+from node.models.index import read_model
 
 
 def decoded(tokens: str, *, experts: int = 0, shift: float = 0.0) -> Decoded:

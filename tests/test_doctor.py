@@ -17,13 +17,16 @@ from aiohttp import web
 from lan_rig import lan, needs_namespaces
 
 import kernels
-from node import cli, machine_checks, memory_limit, network_checks
-from node.checks import Check
-from node.doctor import examine
-from node.machine_checks import ffn_errors
+from node import memory_limit
+from node.commands import doctor_machine as machine_checks
+from node.commands import doctor_network as network_checks
+from node.commands import main as cli
+from node.commands.doctor import examine
+from node.commands.doctor_check import Check
+from node.commands.doctor_machine import ffn_errors
+from node.commands.doctor_network import multicast_problem
 from node.memory_limit import MemoryLimit
-from node.network_checks import multicast_problem
-from node.random_blocks import BLOCK_TYPES
+from node.models.random_blocks import BLOCK_TYPES
 
 NAMES = [
     "build",

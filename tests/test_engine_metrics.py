@@ -17,12 +17,12 @@ from door_rig import serve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node import router_engine
-from node.counters import Counters
-from node.engine_metrics import EngineMetrics
 from node.errors import SwarmError
-from node.prometheus import Page, plain_samples
-from node.router_engine import RouterEngine, RouterEngineError
+from node.metrics import Counters
+from node.metrics_prometheus import Page, plain_samples
+from node.router import engine as router_engine
+from node.router.engine import RouterEngine, RouterEngineError
+from node.router.engine_metrics import EngineMetrics
 
 # As llama-server writes it.
 PAGE = """# HELP llamacpp:prompt_tokens_total Number of prompt tokens processed, excluding cached tokens

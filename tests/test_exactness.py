@@ -13,9 +13,9 @@ import pytest
 from oracle import Job, Logits, evaluate, logits, native_program, nmse
 from servers import OVERRIDE, HeldModel, Servers
 
-from node.demo_model import demo_model
 from node.errors import ModelError
-from node.model_index import read_model
+from node.models.demo import demo_model
+from node.models.index import read_model
 
 pytestmark = pytest.mark.slow
 

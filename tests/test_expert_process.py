@@ -17,10 +17,11 @@ import aiohttp
 import pytest
 from server_rig import COMMAND, MODEL, call, get, is_gone, load, order, post, server, until, url
 
-from node import expert_process, wire
+from node.agent.expert_role import Holder
 from node.errors import ExpertProcessError, ExpertProcessExited, ExpertProcessGaveUp, ModelError
-from node.expert_process import ExpertProcess, ProcessEvent
-from node.holder import Holder
+from node.expert_server import process as expert_process
+from node.expert_server import wire
+from node.expert_server.process import ExpertProcess, ProcessEvent
 from node.parent_death import child_environment
 from node.paths import PYTHON_MODULE
 
@@ -261,7 +262,7 @@ async def test_counters_and_memory_outlive_a_crash() -> None:
 
 def test_a_parent_that_reads_nothing_does_not_hold_up_calls() -> None:
     """Its pipe is full at last; then the counters wait, and not the server."""
-    source = f"import node.expert_server as s; s.STATISTICS_PERIOD_S = 0; import runpy; runpy.run_path({COMMAND[1]!r})"
+    source = f"import node.expert_server.server as s; s.STATISTICS_PERIOD_S = 0; import runpy; runpy.run_path({COMMAND[1]!r})"
     child = subprocess.Popen(
         [COMMAND[0], "-c", source, "--port", "0"],
         stdin=subprocess.PIPE,

@@ -42,8 +42,8 @@ from server_rig import (
     url,
 )
 
-from node import wire
-from node.expert_process import ExpertProcess
+from node.expert_server import wire
+from node.expert_server.process import ExpertProcess
 
 MIB = 1024 * 1024
 

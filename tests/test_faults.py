@@ -18,15 +18,16 @@ import swarm_rig
 from swarm_rig import ANSWER, FLOOR_S, LONG_QUESTION, QUESTION, VICTIM, VICTIM_EXPERTS, Broken, Rig
 from test_wire import encoded
 
-from node import expert_process, wire
-from node.chat import ChatError, stream_chat
-from node.demo_model import demo_model
+from node.commands.chat import ChatError, stream_chat
+from node.commands.local_swarm import LocalSwarm, LocalSwarmOptions, local_swarm
 from node.errors import ExpertProcessGaveUp
-from node.expert_process import ExpertProcess, ProcessEvent
-from node.layer_programs import read_programs
-from node.local_swarm import LocalSwarm, LocalSwarmOptions, local_swarm
-from node.model_index import read_model
-from node.router_engine import REPORT_DELAY_S, EngineOptions, ExpertFailure, RouterEngineError
+from node.expert_server import process as expert_process
+from node.expert_server import wire
+from node.expert_server.process import ExpertProcess, ProcessEvent
+from node.models.demo import demo_model
+from node.models.index import read_model
+from node.router.engine import REPORT_DELAY_S, EngineOptions, ExpertFailure, RouterEngineError
+from node.router.programs import read_programs
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 

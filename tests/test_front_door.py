@@ -27,12 +27,12 @@ from fake_llama_server import EVENT_STREAM, JSON, Asked, FakeLlamaServer, fake_l
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.api_errors import Api
+from node.api.errors import Api
+from node.api.event_stream import EventStream
+from node.api.front_door import DoorOptions, Here, There, Unavailable
+from node.api.request_body import decoded, top_level
 from node.errors import NotAuthenticated
-from node.event_stream import EventStream
-from node.front_door import DoorOptions, Here, There, Unavailable
-from node.request_body import decoded, top_level
-from node.router_engine import ExpertFailure
+from node.router.engine import ExpertFailure
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 PATHS = [CHAT, "/v1/completions", RESPONSES, MESSAGES, "/v1/embeddings", "/v1/messages/count_tokens"]

@@ -7,7 +7,19 @@ import pytest
 from gossip_rig import ALICE, BOB, CAROL, DAVE, SELF, Core, address, chosen, node, packet, record
 
 from gossip.address import Address
-from gossip.events import (
+from gossip.limits import CREDIBLE_MAX, INCOMPATIBLE_MAX, MEMBERS_MAX, PATHS_MAX, RELAYED_PINGS_MAX, UNCONFIRMED_MAX
+from gossip.messages import (
+    Kind,
+    PingReply,
+    PingRequest,
+    PullReply,
+    PullRequest,
+    SyncReply,
+    SyncRequest,
+    Update,
+)
+from gossip.state import NodeId, Status, first_counter
+from gossip.swim.events import (
     Announced,
     Ask,
     Change,
@@ -20,19 +32,7 @@ from gossip.events import (
     Send,
     Withdrawn,
 )
-from gossip.limits import CREDIBLE_MAX, INCOMPATIBLE_MAX, MEMBERS_MAX, PATHS_MAX, RELAYED_PINGS_MAX, UNCONFIRMED_MAX
-from gossip.messages import (
-    Kind,
-    PingReply,
-    PingRequest,
-    PullReply,
-    PullRequest,
-    SyncReply,
-    SyncRequest,
-    Update,
-)
-from gossip.settings import Settings
-from gossip.state import NodeId, Status, first_counter
+from gossip.swim.settings import Settings
 
 ALIVE, SUSPECT, DEAD, LEFT = (int(status) for status in Status)
 SETTINGS = Settings()

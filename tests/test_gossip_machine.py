@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from gossip.invariants import Invariants
-from gossip.scenarios import CALM_S
-from gossip.simulation import Link, Node, Simulation
+from gossip.simulate.invariants import Invariants
+from gossip.simulate.scenarios import CALM_S
+from gossip.simulate.simulation import Link, Node, Simulation
 
 pytestmark = pytest.mark.slow
 

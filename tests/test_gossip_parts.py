@@ -10,11 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossip.address import Address, normalised
-from gossip.broadcasts import Broadcasts
-from gossip.candidates import Candidates
 from gossip.errors import GossipError
-from gossip.events import Received
-from gossip.health import LocalHealth
 from gossip.limits import (
     CANDIDATES_MAX,
     COUNTER_MAX,
@@ -24,15 +20,19 @@ from gossip.limits import (
     RECORDS_BYTES_MAX,
     TOMBSTONES_MAX,
 )
-from gossip.members import Members
 from gossip.messages import Update
-from gossip.paths import Paths
-from gossip.pulls import Pulls
-from gossip.ring import ProbeRing
-from gossip.settings import Settings
 from gossip.state import NodeId, Status, first_counter, first_version, supersedes
-from gossip.suspicion import Suspicion
-from gossip.timers import Timers
+from gossip.swim.broadcasts import Broadcasts
+from gossip.swim.candidates import Candidates
+from gossip.swim.events import Received
+from gossip.swim.lifeguard import Suspicion
+from gossip.swim.lifeguard_health import LocalHealth
+from gossip.swim.members import Members
+from gossip.swim.paths import Paths
+from gossip.swim.pulls_pulls import Pulls
+from gossip.swim.ring import ProbeRing
+from gossip.swim.settings import Settings
+from gossip.swim.timers import Timers
 
 SETTINGS = Settings()
 HERE, THERE, ELSEWHERE = (Address(f"10.1.1.{i}", 4100) for i in (1, 2, 3))

@@ -5,12 +5,12 @@ from __future__ import annotations
 from random import Random
 
 from gossip.address import Address
-from gossip.core import Gossip
-from gossip.events import Action, Ask, Received, Replied
 from gossip.limits import ADDRESSES_MAX, PATHS_MAX
 from gossip.messages import Kind, Packet, PullReply, PullRequest, Record
-from gossip.paths import Paths
 from gossip.state import NodeId
+from gossip.swim.core import Gossip
+from gossip.swim.events import Action, Ask, Received, Replied
+from gossip.swim.paths import Paths
 
 OWN, OTHER = NodeId(bytes(8)), NodeId(bytes(7) + b"\1")
 OLD, NEW = Address("10.1.1.1", 4100), Address("10.1.1.2", 4100)

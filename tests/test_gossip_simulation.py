@@ -1,4 +1,4 @@
-"""Whole swarms, simulated: what is promised of them (gossip/scenarios.py), by seeds. A failure names its seed and the command to see it again.
+"""Whole swarms, simulated: what is promised of them (gossip/simulate/scenarios.py), by seeds. A failure names its seed and the command to see it again.
 
 Swarms of 1,000, and 20 seeds of everything with 100, are in scripts/soak: they take minutes.
 """
@@ -12,18 +12,20 @@ from collections.abc import Callable
 
 import pytest
 
-from gossip import local, scenarios, simulate
-from gossip.beliefs import Beliefs
-from gossip.events import Change, Notify, Send
-from gossip.fetcher import Fetcher
-from gossip.invariants import InvariantViolated
-from gossip.members import Member
 from gossip.messages import Packet, Record, Update
-from gossip.pings import Pings
-from gossip.probing import Prober
-from gossip.ring import ProbeRing
-from gossip.scenarios import SCENARIOS, Figures, Options, PromiseBroken, Run, play
-from gossip.simulation import Link, Simulation
+from gossip.simulate import __main__ as simulate
+from gossip.simulate import scenarios
+from gossip.simulate.invariants import InvariantViolated
+from gossip.simulate.scenarios import SCENARIOS, Figures, Options, PromiseBroken, Run, play
+from gossip.simulate.simulation import Link, Simulation
+from gossip.swim import local
+from gossip.swim.beliefs import Beliefs
+from gossip.swim.events import Change, Notify, Send
+from gossip.swim.members import Member
+from gossip.swim.pings import Pings
+from gossip.swim.probing import Prober
+from gossip.swim.pulls import Fetcher
+from gossip.swim.ring import ProbeRing
 
 SEEDS = range(1, 21)
 SMALL = (2, 3, 10)
@@ -221,7 +223,7 @@ def forge(patch: pytest.MonkeyPatch) -> None:
 
 def forget_order(patch: pytest.MonkeyPatch) -> None:
     """It believes what it heard last."""
-    patch.setattr("gossip.beliefs.supersedes", lambda a, b, c, d: (a, b) != (c, d))
+    patch.setattr("gossip.swim.beliefs.supersedes", lambda a, b, c, d: (a, b) != (c, d))
 
 
 def keep_probing(patch: pytest.MonkeyPatch) -> None:
@@ -241,7 +243,7 @@ def leak(patch: pytest.MonkeyPatch) -> None:
 
 def miscount(patch: pytest.MonkeyPatch) -> None:
     """Its hash is not kept up."""
-    patch.setattr("gossip.members.Members._toggle", lambda self, member: None)
+    patch.setattr("gossip.swim.members.Members._toggle", lambda self, member: None)
 
 
 def suspect_for_ever(patch: pytest.MonkeyPatch) -> None:

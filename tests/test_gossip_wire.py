@@ -15,10 +15,8 @@ from hypothesis import strategies as st
 
 from gossip import envelope as envelope_module
 from gossip.address import Address
-from gossip.core import Gossip
 from gossip.envelope import OVERHEAD_BYTES, VERSION, Envelope
 from gossip.errors import GossipError, NotForUs, UnknownVersion, WrongKey
-from gossip.events import Received
 from gossip.limits import ADDRESSES_MAX, COUNTER_MAX, MEMBERS_MAX, PACKET_BYTES_MAX, RECORD_BYTES_MAX
 from gossip.messages import (
     ACCUSERS_MAX,
@@ -41,9 +39,11 @@ from gossip.messages import (
     decode_request,
     encode,
 )
-from gossip.scenarios import Options, Run
-from gossip.simulation import Node
+from gossip.simulate.scenarios import Options, Run
+from gossip.simulate.simulation import Node
 from gossip.state import NodeId, Status
+from gossip.swim.core import Gossip
+from gossip.swim.events import Received
 
 A, B, C = (bytes(range(first, first + 8)) for first in (0x01, 0x11, 0x21))
 HASH = bytes(range(0xF0, 0x100))

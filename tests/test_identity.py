@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from node.errors import IdentityError
-from node.identity import Identity, hold_identity, state_root
+from node.peers.identity import Identity, hold_identity, state_root
 
 FILES = ("identity.json", "identity.backup.json")
 

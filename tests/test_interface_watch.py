@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gossip import interface_watch
-from gossip.interface_watch import SPACING_S, STABLE_S, Damping, watch_interfaces
-from gossip.interfaces import InterfaceRules, LocalAddress, SeenAddress
+from gossip.discovery import interface_watch
+from gossip.discovery.interface_watch import SPACING_S, STABLE_S, Damping, watch_interfaces
+from gossip.discovery.interfaces import InterfaceRules, LocalAddress, SeenAddress
 from gossip.limits import ADDRESSES_MAX
 
 ETH0 = LocalAddress("10.0.0.1", "eth0", 0)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gossip.interfaces import (
+from gossip.discovery.interfaces import (
     InterfaceRules,
     Kind,
     LeftOut,

@@ -13,11 +13,12 @@ from pathlib import Path
 import model_files
 import pytest
 
-from node import known_models, model_identity
 from node.errors import ModelError
-from node.known_models import KnownModels
-from node.local_models import LocalModels
-from node.model_index import ModelIndex, read_model
+from node.models import hashing as model_identity
+from node.models import known as known_models
+from node.models.index import ModelIndex, read_model
+from node.models.known import KnownModels
+from node.models.local import LocalModels
 from node.records import Model
 
 

@@ -7,12 +7,12 @@ from random import Random
 import pytest
 
 from gossip.address import Address
-from gossip.core import Gossip
-from gossip.events import Ask, Change, Notify, Received, Replied, Tick
 from gossip.messages import Kind, Packet, PullReply, PullRequest, Update
 from gossip.messages import Record as Envelope
 from gossip.state import NodeId, Status, first_counter
-from node.membership import FORGET_AFTER_S, Membership
+from gossip.swim.core import Gossip
+from gossip.swim.events import Ask, Change, Notify, Received, Replied, Tick
+from node.peers.membership import FORGET_AFTER_S, Membership
 from node.records import VERSION, Record, encode
 
 OWN = NodeId(bytes(8))

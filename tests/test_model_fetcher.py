@@ -12,20 +12,21 @@ from aiohttp import web
 from store_cases import LARGE, piece_bytes
 from transfer_rig import Node, begin, fetching, local_copy, serving
 
-from node import model_fetcher, model_service
 from node.errors import ModelError, NotAuthenticated
-from node.model_identity import local_manifest
-from node.model_pieces import expert_numbers, trunk_numbers
-from node.model_transfer import Ask, RateLimit, Transfer
+from node.models.hashing import local_manifest
+from node.models.pieces import expert_numbers, trunk_numbers
 from node.swarm_key import SwarmKey
+from node.transfer import fetcher as model_fetcher
+from node.transfer import service as model_service
+from node.transfer.schedule import Ask, RateLimit, Transfer
 
 
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_fetcher, "STALL_S", 0.5)
     monkeypatch.setattr(model_fetcher, "_NOBODY_S", 0.3)
-    monkeypatch.setattr("node.model_transfer.RUN_BYTES", 7 << 20)
-    monkeypatch.setattr("node.model_transfer.FAILED_FIRST_S", 0.05)
+    monkeypatch.setattr("node.transfer.schedule.RUN_BYTES", 7 << 20)
+    monkeypatch.setattr("node.transfer.schedule.FAILED_FIRST_S", 0.05)
 
 
 async def _until(condition) -> None:
@@ -298,7 +299,7 @@ async def test_a_limited_rate_is_kept(tmp_path: Path) -> None:
 
 async def test_more_transfers_than_a_source_gives_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_service, "TRANSFERS_OF_PEER_MAX", 1)
-    monkeypatch.setattr("node.model_transfer.BUSY_S", 0.05)
+    monkeypatch.setattr("node.transfer.schedule.BUSY_S", 0.05)
     copy = local_copy(LARGE)
     async with serving(copy) as node:
 

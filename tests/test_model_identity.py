@@ -12,13 +12,13 @@ from pathlib import Path
 import model_files
 import pytest
 
-from node import model_identity
 from node.errors import ModelError
-from node.model_identity import HashingStopped, cached_manifest, file_stamp, local_manifest
-from node.model_index import read_model
-from node.model_manifest import Manifest
-from node.model_pieces import pieces
-from node.synthetic_model import SHAPES
+from node.models import hashing as model_identity
+from node.models.hashing import HashingStopped, cached_manifest, file_stamp, local_manifest
+from node.models.index import read_model
+from node.models.manifest import Manifest
+from node.models.pieces import pieces
+from node.models.synthetic import SHAPES
 
 
 @pytest.fixture(scope="module")

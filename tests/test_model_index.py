@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from node.errors import ModelError
-from node.gguf_file import GGML_TYPES, KeyValue, NewTensor, read_header, tensor_bytes, write_gguf
-from node.model_index import ModelIndex, read_model
-from node.model_pieces import pieces
+from node.models.gguf import GGML_TYPES, KeyValue, NewTensor, read_header, tensor_bytes, write_gguf
+from node.models.index import ModelIndex, read_model
+from node.models.pieces import pieces
 
 N_EXPERT, N_EMBD, N_FF = 6, 64, 96
 

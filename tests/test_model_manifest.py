@@ -13,12 +13,13 @@ import store_cases
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node import model_manifest, model_pieces
 from node.errors import ModelError
-from node.model_identity import local_manifest
-from node.model_index import ModelIndex, read_model
-from node.model_manifest import MANIFEST_BYTES_MAX, Manifest, differing, expert_digests, identified
-from node.model_pieces import PIECES_MAX, expert_numbers, pieces, trunk_numbers
+from node.models import manifest as model_manifest
+from node.models import pieces as model_pieces
+from node.models.hashing import local_manifest
+from node.models.index import ModelIndex, read_model
+from node.models.manifest import MANIFEST_BYTES_MAX, Manifest, differing, expert_digests, identified
+from node.models.pieces import PIECES_MAX, expert_numbers, pieces, trunk_numbers
 
 digests = st.binary(min_size=32, max_size=32)
 manifests = st.builds(Manifest, digests.map(bytes.hex), st.lists(digests, min_size=1, max_size=40).map(tuple))

@@ -16,14 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from node import model_report
-from node.cli import main
-from node.gguf_file import KeyValue, NewTensor, write_gguf
-from node.model_fit import SYSTEM_BYTES, fit, machines_needed, offer_bytes
-from node.model_identity import local_manifest
-from node.model_index import ModelIndex, read_model
-from node.model_report import model_document, print_model
-from node.synthetic_model import SHAPES
+from node.commands import model_show as model_report
+from node.commands.main import main
+from node.commands.model_show import model_document, print_model
+from node.commands.model_show_model_fit import SYSTEM_BYTES, fit, machines_needed, offer_bytes
+from node.models.gguf import KeyValue, NewTensor, write_gguf
+from node.models.hashing import local_manifest
+from node.models.index import ModelIndex, read_model
+from node.models.synthetic import SHAPES
 
 GIB = 1 << 30
 

@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from store_cases import LARGE, disk_bytes, new_store, piece_bytes, source, split
 
 from node.errors import ModelError
-from node.model_identity import local_manifest
-from node.model_index import read_model
-from node.model_layout import FileHead, Layout, read_layout
-from node.model_manifest import Manifest
-from node.model_pieces import expert_numbers, trunk_numbers
-from node.model_store import ModelStore
-from node.piece_bitmap import PieceBitmap
-from node.stored_model import PieceWrong, StoredModel, StoreFull
+from node.models.hashing import local_manifest
+from node.models.index import read_model
+from node.models.layout import FileHead, Layout, read_layout
+from node.models.manifest import Manifest
+from node.models.pieces import expert_numbers, trunk_numbers
+from node.transfer.bitmap import PieceBitmap
+from node.transfer.store import ModelStore
+from node.transfer.stored import PieceWrong, StoredModel, StoreFull
 
 
 def _verify(stored: StoredModel) -> None:
@@ -215,7 +215,7 @@ def test_another_process_keeps_its_model(tmp_path: Path) -> None:
     store = new_store(tmp_path)
     store.create(manifest, layout, "x").close()
     program = (
-        "import sys, pathlib; from node.model_store import ModelStore\n"
+        "import sys, pathlib; from node.transfer.store import ModelStore\n"
         f"stored = ModelStore(pathlib.Path({str(store.folder)!r})).open({manifest.model_id!r})\n"
         "print('open', flush=True); sys.stdin.read()"
     )

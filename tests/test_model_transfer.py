@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from node import model_transfer
-from node.model_transfer import LIED_S, REQUESTS_MAX, Ask, RateLimit, Source, Transfer, describe_sources
-from node.piece_bitmap import PieceBitmap
+from node.transfer import schedule as model_transfer
+from node.transfer.bitmap import PieceBitmap
+from node.transfer.schedule import LIED_S, REQUESTS_MAX, Ask, RateLimit, Source, Transfer, describe_sources
 
 N_PIECES = 12
 

@@ -23,8 +23,8 @@ from models import random_layer
 from server_rig import HEADERS, get, read, until, url
 
 import kernels
-from node import wire
-from node.expert_process import ExpertProcess, SliceOrder
+from node.expert_server import wire
+from node.expert_server.process import ExpertProcess, SliceOrder
 
 N_EXPERT, N_USED, N_EMBD, N_FF = 8, 4, 64, 96
 MODEL = "demo"

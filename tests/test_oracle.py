@@ -11,8 +11,8 @@ import pytest
 from models import QWEN3MOE, QWEN35MOE, moe_model, split_model
 from oracle import Job, Logits, nmse
 
-from node.demo_model import demo_model, find_source
-from node.model_index import read_model
+from node.models.demo import demo_model, find_source
+from node.models.index import read_model
 
 
 def test_a_bad_job_costs_itself_alone(tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 from agent_rig import config
 
 from gossip.address import Address
-from gossip.discovery import Found
+from gossip.discovery.dns_sd import Found
 from gossip.envelope import VERSION
-from node.identity import hold_identity
-from node.peering import Peering
+from node.peers.identity import hold_identity
+from node.peers.peering import Peering
 
 NODE = "00000000000000aa"
 OLD, NEW = Address("192.168.1.9", 4100), Address("192.168.1.10", 4100)

@@ -12,7 +12,7 @@ import models
 import pytest
 from servers import OVERRIDE, Servers, native
 
-from node.demo_model import demo_model
+from node.models.demo import demo_model
 
 pytestmark = pytest.mark.slow
 

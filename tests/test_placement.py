@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from node.placement import Candidate, LayerSize, Plan, elect, plan
+from node.agent.placement import Candidate, LayerSize, Plan, elect, plan
 
 Slice = tuple[int, int, int]
 Layers = dict[int, LayerSize]

@@ -21,10 +21,10 @@ import swarm_rig
 from swarm_rig import ANSWER, VICTIM, Rig
 
 import kernels
-from node.chat import ChatError, stream_chat
-from node.demo_model import demo_model
-from node.model_index import read_model
-from node.router_engine import (
+from node.commands.chat import ChatError, stream_chat
+from node.models.demo import demo_model
+from node.models.index import read_model
+from node.router.engine import (
     PROTOCOL_VERSION,
     EngineOptions,
     ExpertFailure,
@@ -32,7 +32,7 @@ from node.router_engine import (
     TableNotUsed,
     router_engine,
 )
-from node.routing import RoutingNode, RoutingSlice, RoutingTable
+from node.router.table import RoutingNode, RoutingSlice, RoutingTable
 
 module_loop = pytest.mark.asyncio(loop_scope="module")
 

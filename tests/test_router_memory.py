@@ -11,10 +11,10 @@ import models
 import psutil
 import pytest
 
-from node.layer_programs import read_programs
-from node.local_swarm import LocalSwarmOptions, local_swarm
-from node.model_index import read_model
-from node.router_engine import EngineOptions
+from node.commands.local_swarm import LocalSwarmOptions, local_swarm
+from node.models.index import read_model
+from node.router.engine import EngineOptions
+from node.router.programs import read_programs
 
 pytestmark = pytest.mark.slow
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+from node.agent.router_role import KnownNode, table_holds
 from node.records import VERSION, Record, Slices
-from node.router_role import KnownNode, table_holds
-from node.routing import RoutingNode, RoutingSlice, RoutingTable
+from node.router.table import RoutingNode, RoutingSlice, RoutingTable
 
 MODEL = "0123456789abcdef"
 TABLE = RoutingTable(

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from node.errors import RoutingError
-from node.routing import RoutingNode, RoutingSlice, RoutingTable, even_split
+from node.router.table import RoutingNode, RoutingSlice, RoutingTable, even_split
 
 NODES = (RoutingNode("alpha", "127.0.0.1", 4101), RoutingNode("beta", "127.0.0.1", 4102))
 

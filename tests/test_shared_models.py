@@ -13,10 +13,10 @@ from store_cases import LARGE, disk_bytes, new_store, piece_bytes, source
 from transfer_rig import Node, local_copy, serving
 
 from node.errors import ModelError
-from node.model_index import ModelIndex
-from node.peer_http import PeerClient
-from node.shared_models import SharedModels
-from node.stored_model import StoreFull
+from node.models.index import ModelIndex
+from node.peers.http import PeerClient
+from node.transfer.shared import SharedModels
+from node.transfer.stored import StoreFull
 
 
 @asynccontextmanager

@@ -15,8 +15,8 @@ from layers import Ints, hidden
 from test_exactness import WITHOUT_EXPERTS, architecture_models
 
 import kernels
-from node.layer_programs import LayerProgram, read_programs
-from node.model_index import ModelIndex, SliceTensor, read_model
+from node.models.index import ModelIndex, SliceTensor, read_model
+from node.router.programs import LayerProgram, read_programs
 
 pytestmark = pytest.mark.slow
 

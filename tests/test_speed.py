@@ -18,8 +18,8 @@ import pytest
 from server_rig import COMMAND, get, order, server, until
 
 import kernels
-from node import speed
-from node.expert_process import ExpertProcess
+from node.expert_server import speed
+from node.expert_server.process import ExpertProcess
 
 
 class Clock:

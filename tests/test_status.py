@@ -19,15 +19,15 @@ from agent_rig import config
 from lan_rig import Host, lan, needs_namespaces
 from rich.console import Console
 
-from node import machine
-from node.agent import Agent
-from node.counters import Counters
-from node.demo_model import demo_model
-from node.front_door import Door
-from node.identity import hold_identity
-from node.membership import Peer
+from node.agent import machine
+from node.agent.agent import Agent
+from node.agent.status import metrics_text, print_status, status_document
+from node.api.front_door import Door
+from node.metrics import Counters
+from node.models.demo import demo_model
+from node.peers.identity import hold_identity
+from node.peers.membership import Peer
 from node.records import Model, Router, decode, encode
-from node.status import metrics_text, print_status, status_document
 
 SAMPLE = re.compile(r'([a-z_]+)(\{[a-z]+="[^"]*"(?:,[a-z]+="[^"]*")*\})? (-?[0-9.e+-]+)')
 # Of the router alone.

@@ -12,7 +12,7 @@ from oracle import Job, logits, nmse
 from servers import OVERRIDE, Servers
 from test_exactness import WITHOUT_EXPERTS, architecture_models
 
-from node.demo_model import demo_model
+from node.models.demo import demo_model
 
 pytestmark = pytest.mark.slow
 

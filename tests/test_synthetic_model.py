@@ -16,13 +16,13 @@ import pytest
 from model_files import TINY, TINY_QWEN35
 from oracle import Job, logits
 
-from node.cli import main
+from node.commands.main import main
 from node.errors import ModelError
-from node.gguf_file import GGML_TYPES, TYPE_IDS
-from node.layer_programs import read_programs
-from node.model_index import read_model
-from node.random_blocks import BLOCK_TYPES, random_blocks
-from node.synthetic_model import SHAPES, SyntheticShape, write_synthetic_model
+from node.models.gguf import GGML_TYPES, TYPE_IDS
+from node.models.index import read_model
+from node.models.random_blocks import BLOCK_TYPES, random_blocks
+from node.models.synthetic import SHAPES, SyntheticShape, write_synthetic_model
+from node.router.programs import read_programs
 
 
 def digest(path: Path) -> str:
@@ -142,7 +142,7 @@ def test_a_disk_that_fills_leaves_the_old_file(tmp_path: Path, monkeypatch: pyte
         file.write(b"GGUF")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("node.synthetic_model.write_gguf", write_gguf)
+    monkeypatch.setattr("node.models.synthetic.write_gguf", write_gguf)
     with pytest.raises(ModelError, match=r"No space left on device; it needs \d+ bytes"):
         write_synthetic_model(TINY, path)
     assert list(tmp_path.iterdir()) == [path] and path.read_bytes() == b"old"

@@ -22,11 +22,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from node.cli import _parser
-from node.errors import SwarmError
-from node.records import Router
-from node.router_engine import RouterEngineError
-from node.trace import (
+from node.commands.main import _parser
+from node.commands.trace import other_requests, run_trace
+from node.commands.trace_figures import (
     CallCounters,
     Counters,
     Figures,
@@ -42,8 +40,10 @@ from node.trace import (
     figures,
     grouped,
 )
-from node.trace_command import other_requests, run_trace
-from node.trace_text import HEIGHT, WIDTH, headline, trace_lines
+from node.commands.trace_screen import HEIGHT, WIDTH, headline, trace_lines
+from node.errors import SwarmError
+from node.records import Router
+from node.router.engine import RouterEngineError
 
 PROTOCOL = Path(__file__).parent.parent / "docs" / "protocol.md"
 

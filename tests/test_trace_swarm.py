@@ -13,9 +13,9 @@ import pytest
 import pytest_asyncio
 from loopback_rig import NODE_COMMAND, LocalSwarm, local_swarm
 
-from node.demo_model import demo_model
-from node.trace import Counters, decode
-from node.trace_text import HEIGHT, WIDTH
+from node.commands.trace_figures import Counters, decode
+from node.commands.trace_screen import HEIGHT, WIDTH
+from node.models.demo import demo_model
 
 pytestmark = pytest.mark.slow
 module_loop = pytest.mark.asyncio(loop_scope="module")

@@ -18,10 +18,18 @@ from models import QWEN3MOE, moe_model, random_layer
 
 import kernels
 from kernels.tolerances import Family
-from node.cli import main
-from node.demo_model import demo_model
-from node.verify import DeviceBackend, Input, ReferenceBackend, Subject, compare_backends, make_input, n_values
-from node.verify_command import markdown
+from node.commands.main import main
+from node.commands.verify import markdown
+from node.commands.verify_matrix import (
+    DeviceBackend,
+    Input,
+    ReferenceBackend,
+    Subject,
+    compare_backends,
+    make_input,
+    n_values,
+)
+from node.models.demo import demo_model
 
 N_EXPERT, N_EMBD, N_FF = 10, 256, 256
 

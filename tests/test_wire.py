@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from node import wire
+from node.bounded_msgpack import LARGE_BYTES, unpack_map, unpack_views
 from node.errors import CallRefused, MalformedMessage, UnsupportedVersion
+from node.expert_server import wire
 from node.number_formats import from_wire, to_wire
-from node.unpack import LARGE_BYTES, unpack_map, unpack_views
 
 SHAPE = wire.LayerShape(n_in=4, n_expert=8, n_used=3, max_rows=16, per_pair=False, uses_weight=True)
 

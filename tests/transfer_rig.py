@@ -11,12 +11,12 @@ import aiohttp
 from aiohttp import web
 from store_cases import SMALL, models, new_store, source
 
-from node.model_fetcher import ModelFetcher
-from node.model_service import Copy, LocalCopy, ModelService
-from node.model_transfer import RateLimit
-from node.peer_http import PeerClient, PeerGuard
-from node.stored_model import StoredModel
+from node.peers.http import PeerClient, PeerGuard
 from node.swarm_key import SwarmKey
+from node.transfer.fetcher import ModelFetcher
+from node.transfer.schedule import RateLimit
+from node.transfer.service import Copy, LocalCopy, ModelService
+from node.transfer.stored import StoredModel
 
 #: Answers a request for pieces; None: as a good source does.
 Fault = Callable[[web.Request], Awaitable[web.StreamResponse | None]]

@@ -21,7 +21,7 @@ std::string environment(const char * name) {
     return value != nullptr ? value : "";
 }
 
-// As node/polling.py reads it for the expert server.
+// As node/environment.py reads it for the expert server.
 std::chrono::microseconds poll_limit() {
     constexpr long    default_us = 300, max_us = 10000;
     const std::string text      = environment("SWARM_NODE_POLL_US");

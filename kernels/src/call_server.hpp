@@ -1,7 +1,7 @@
 #pragma once
 // Expert calls over WebSockets without Python: one thread a connection reads, computes and answers.
 //
-// What is held here, and up to which term, the owner says (node/slices.py). A call that is right in every respect is
+// What is held here, and up to which term, the owner says (node/expert_server/held_slices.py). A call that is right in every respect is
 // answered here. Any other message goes to the owner, so that refusals have one source, whatever carried the call.
 
 #include "brief_poll.hpp"

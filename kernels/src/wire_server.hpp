@@ -25,7 +25,7 @@ struct CallMessage {
 };
 
 // True: a call of protocol version 1 as routers write it, each field there once and of its type, nothing else in it.
-// Values are not judged. False says nothing about the message: node/wire.py does, which reads every form.
+// Values are not judged. False says nothing about the message: node/expert_server/wire.py does, which reads every form.
 bool decode_call(const uint8_t * data, size_t size, CallMessage & call);
 
 // What stands before and behind the bytes of `y` in a reply; sizes in bytes, at most reply_part_max each.

@@ -1,0 +1,39 @@
+"""How long a suspicion lives: Lifeguard's, which shrinks with every member that confirms it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from gossip.state import NodeId
+from gossip.swim.settings import Settings
+
+
+@dataclass
+class Suspicion:
+    """Of one member, begun at ``started_s``. ``accusers``: members that suspect it too, this node included."""
+
+    started_s: float
+    accusers: set[NodeId] = field(default_factory=set)
+
+    def confirm(self, accuser: NodeId, settings: Settings) -> bool:
+        """Another member's suspicion. True if it shortens this one."""
+        if accuser in self.accusers or len(self.accusers) > settings.confirmations:
+            return False
+        self.accusers.add(accuser)
+        return True
+
+    def deadline_s(self, n_members: int, settings: Settings) -> float:
+        """When the suspect is to be declared dead.
+
+        As in Lifeguard, section IV-B: ``max - (max - min) · log(c + 1) / log(k + 1)``, where c is the number of
+        confirmations and k that needed. With too few members to give k there is nobody to wait for.
+        """
+        shortest_s = settings.suspicion_min_s(n_members)
+        needed = settings.confirmations
+        if n_members - 2 < needed:
+            return self.started_s + shortest_s
+        longest_s = settings.suspicion_max_factor * shortest_s
+        confirmed = max(0, len(self.accusers) - 1)
+        share = min(1.0, math.log(confirmed + 1) / math.log(needed + 1))
+        return self.started_s + longest_s - (longest_s - shortest_s) * share

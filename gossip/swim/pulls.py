@@ -1,0 +1,97 @@
+"""Fetches the records of members of which a newer one was heard, and gives away those that are held."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from gossip.address import Address, normalised
+from gossip.errors import GossipError
+from gossip.limits import CREDIBLE_MAX
+from gossip.messages import PullReply, PullRequest, Record, Reply
+from gossip.state import NodeId
+from gossip.swim.events import Change
+from gossip.swim.local import Local
+from gossip.swim.members import Member
+from gossip.swim.pulls_pulls import Pulls
+
+
+class Fetcher:
+    """One node's pulls."""
+
+    def __init__(self, local: Local) -> None:
+        self._local = local
+        self._pulls = Pulls()
+
+    def __len__(self) -> int:
+        return len(self._pulls)
+
+    def want(self, now_s: float, member: Member, teller: Address | None) -> None:
+        """``teller`` says that there is a newer record of a member."""
+        self._pulls.want(member.node, teller)
+        self._go_on(now_s)
+
+    def forget(self, node: NodeId) -> None:
+        """The member is forgotten."""
+        self._pulls.done(node)
+
+    def give(self, request: PullRequest) -> Record | None:
+        """What a peer gets that asks for a record."""
+        if request.node == self._local.node:
+            return self._local.record
+        member = self._local.members.get(NodeId(request.node))
+        record = member.record if member is not None else None
+        return record if record is not None and record.version >= request.version else None
+
+    def _go_on(self, now_s: float, _: None = None) -> None:
+        local = self._local
+        while (node := self._pulls.next(now_s)) is not None:
+            member = local.members.get(node)
+            if member is None or not member.is_live or member.has_newest_record:
+                self._pulls.done(node)
+                continue
+            owner = [member.address] if member.address is not None else []
+            others = [m.address for n in local.ring.sample(1, without=node) if (m := local.members.get(n)) is not None]
+            source = self._pulls.source(node, owner, [a for a in others if a is not None], local.random)
+            if source is None:
+                self._pulls.failed(node, now_s)
+                continue
+            local.ask(source, PullRequest(node, member.version), partial(self._replied, node))
+        if (next_s := self._pulls.next_s()) is not None:
+            local.timers.set(next_s, self._go_on, None)
+
+    def _replied(self, node: NodeId, now_s: float, reply: Reply | None) -> None:
+        member = self._local.members.get(node)
+        record = reply.record if isinstance(reply, PullReply) else None
+        if member is None:
+            self._pulls.done(node)
+        elif record is None or record.node != node or record.version > CREDIBLE_MAX:
+            self._pulls.failed(node, now_s)
+        else:
+            self._keep(now_s, member, record)
+        self._go_on(now_s)
+
+    def _keep(self, now_s: float, member: Member, record: Record) -> None:
+        members, node = self._local.members, member.node
+        if record.version > member.version:
+            members.change(member, now_s, incarnation=member.incarnation, status=member.status, version=record.version)
+            self._local.news.add(node)
+        was_hearsay = member.is_hearsay
+        if members.keep_record(member, record):
+            if was_hearsay:
+                self._local.news.add(node)
+            member.paths.list_own(_addresses(record))
+            self._local.notify(Change.RECORD, node)
+        if member.has_newest_record:
+            self._pulls.done(node)
+        else:
+            self._pulls.failed(node, now_s)
+
+
+def _addresses(record: Record) -> tuple[Address, ...]:
+    found = []
+    for host in record.addresses:
+        try:
+            found.append(normalised(host, record.port))
+        except GossipError:
+            continue
+    return tuple(found)

@@ -1,0 +1,240 @@
+"""What this node holds: its expert server, and the slices that the router's plan asks of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+
+from node.errors import SwarmError
+from node.expert_server.process import ExpertProcess, ProcessEvent, SliceAnswer, SliceOrder
+from node.models.index import ModelIndex
+from node.router.programs import ModelPrograms
+from node.slice_ranges import Slice, describe, gaps, surplus
+
+log = logging.getLogger(__name__)
+
+
+class Holder:
+    """The expert server of a node and the slices it holds.
+
+    ``run`` owns the process; ``want`` says what to hold. ``on_change`` is called whenever ``ready`` or ``problem``
+    changes. ``check_file`` is called in a thread before slices are loaded, and raises ModelError when the file is not the
+    one that was hashed. ``provide`` is awaited before that, and cancelled when something else is wanted: it fetches what
+    the file lacks, and raises SwarmError when it cannot. ``digests`` is called in a thread, and gives the SHA-256 of each
+    expert of slices, as far as they are known.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        host: str,
+        port: int,
+        device: str,
+        threads: int,
+        max_rows: int,
+        memory_bytes: int,
+        log_path: Path,
+        environment: dict[str, str],
+        on_change: Callable[[], None],
+        check_file: Callable[[ModelIndex], None] = lambda index: None,
+        provide: Callable[[ModelIndex, Sequence[Slice]], Awaitable[None]] | None = None,
+        digests: Callable[[ModelIndex, Sequence[Slice]], Mapping[Slice, Sequence[str]]] = lambda index, slices: {},
+    ) -> None:
+        self._memory_bytes = memory_bytes
+        self._on_change = on_change
+        self._check_file = check_file
+        self._provide = provide
+        self._digests = digests
+        self._wanted: tuple[ModelIndex, ModelPrograms, tuple[Slice, ...]] | None = None
+        self._wanted_changed = asyncio.Event()
+        self._held: dict[Slice, int] = {}  # → memory_bytes
+        self._notes: dict[Slice, str] = {}  # of those held on another device than was meant
+        self._held_model: ModelIndex | None = None
+        self._alive = asyncio.Event()
+        self.problem = ""
+        self.process = ExpertProcess(
+            name,
+            host=host,
+            port=port,
+            device=device,
+            threads=threads,
+            max_rows=max_rows,
+            environment=environment,
+            stderr=log_path,
+            on_event=self._process_event,
+        )
+        self.process.check_files = self._check_files
+        self.process.on_withdrawn = self._slice_withdrawn
+
+    @property
+    def model_id(self) -> str | None:
+        """The model whose slices are held."""
+        return self._held_model.model_id if self._held_model is not None else None
+
+    @property
+    def ready(self) -> tuple[Slice, ...]:
+        """Slices that answer calls now."""
+        return tuple(sorted(self._held)) if self._alive.is_set() else ()
+
+    @property
+    def in_use(self) -> tuple[Slice, ...]:
+        """Slices that are held, or are to be, and are read again after a crash."""
+        wanted = self._wanted[2] if self._wanted is not None else ()
+        return tuple({*self._held, *wanted})
+
+    def want(self, index: ModelIndex, programs: ModelPrograms, slices: Sequence[Slice]) -> None:
+        """Says what to hold from now on. Slices that are held and not wanted stay until their memory is needed."""
+        wanted = (index, programs, tuple(sorted(slices)))
+        if self._wanted is None or self._wanted[0].model_id != index.model_id or self._wanted[2] != wanted[2]:
+            self._wanted = wanted
+            self._wanted_changed.set()
+
+    async def run(self) -> None:
+        """Runs the expert server until cancelled, restarts it when it crashes, loads what is wanted."""
+        await self.process.start()
+        self._alive.set()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self.process.supervise(), name="supervise expert server")
+                tasks.create_task(self._follow(), name="load slices")
+        finally:
+            await self.process.stop()
+
+    async def _follow(self) -> None:
+        retry_s = 1.0
+        while True:
+            await self._wanted_changed.wait()
+            self._wanted_changed.clear()
+            try:
+                await self._reach_wanted()
+                retry_s = 1.0
+            except SwarmError as error:
+                self._tell(str(error))
+                # A crash in the middle of loading, or a file that is not complete yet: tried again, ever more slowly.
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._wanted_changed.wait(), retry_s)
+                retry_s = min(2 * retry_s, 30.0)
+                self._wanted_changed.set()
+
+    async def _reach_wanted(self) -> None:
+        assert self._wanted is not None
+        index, programs, wanted = self._wanted
+        await self._alive.wait()
+        if self._held_model is not None and self._held_model.model_id != index.model_id:
+            for piece in list(self._held):
+                await self._drop(piece)
+        self._held_model = index
+        to_load = gaps(wanted, list(self._held))
+        needed = sum(self._bytes(index, piece) for piece in to_load)
+        for piece in surplus(wanted, list(self._held)):
+            if sum(self._held.values()) + needed > self._memory_bytes:
+                await self._drop(piece)
+        if not to_load:
+            self._tell(self._note())
+            return
+        if not await self._provided(index, to_load):
+            return
+        await asyncio.to_thread(self._check_file, index)
+        digests = await asyncio.to_thread(self._digests, index, to_load)
+        layers = {layer: programs.layers[layer] for layer, _, _ in to_load}
+        answers = await self.process.load(
+            index.model_id,
+            {layer: program.text for layer, program in layers.items()},
+            {layer: program.n_expert for layer, program in layers.items()},
+            {layer: program.n_used for layer, program in layers.items()},
+            [
+                SliceOrder(
+                    *(layer, first, last),
+                    {n: t.to_json() for n, t in index.slice_parts(layer, first, last).items()},
+                    sha256=digests.get((layer, first, last), ()),
+                )
+                for layer, first, last in to_load
+            ],
+        )
+        problems = []
+        for answer in answers:
+            if answer.reason is None:
+                self._held[answer.layer, answer.first, answer.last] = answer.memory_bytes
+                if answer.note:
+                    self._notes[answer.layer, answer.first, answer.last] = answer.note
+            else:
+                problems.append(f"layer {answer.layer}, experts {answer.first} to {answer.last}: {answer.reason}")
+        if problems:
+            raise SwarmError("; ".join(problems[:3]))
+        self._tell(self._note())
+
+    async def _provided(self, index: ModelIndex, slices: Sequence[Slice]) -> bool:
+        """Whether the bytes of the slices are there; False when something else is wanted by now."""
+        if self._provide is None:
+            return True
+        providing = asyncio.ensure_future(self._provide(index, slices))
+        changed = asyncio.ensure_future(self._wanted_changed.wait())
+        try:
+            await asyncio.wait({providing, changed}, return_when=asyncio.FIRST_COMPLETED)
+            if not providing.done():
+                return False
+            await providing
+            return True
+        finally:
+            changed.cancel()
+            providing.cancel()
+            await asyncio.gather(providing, changed, return_exceptions=True)
+
+    async def _drop(self, piece: Slice) -> None:
+        assert self._held_model is not None
+        self._held.pop(piece)
+        self._notes.pop(piece, None)
+        self._on_change()
+        await self.process.drop(self._held_model.model_id, *piece)
+
+    def _slice_withdrawn(self, model_id: str, answer: SliceAnswer) -> None:
+        """A slice that was ready failed its proof later: it is tried again, on another device if there is one."""
+        if self._held_model is None or self._held_model.model_id != model_id:
+            return
+        if self._held.pop((answer.layer, answer.first, answer.last), None) is not None:
+            self._notes.pop((answer.layer, answer.first, answer.last), None)
+            self._tell(f"layer {answer.layer}, experts {answer.first} to {answer.last}: {answer.reason}")
+            self._wanted_changed.set()
+
+    def _note(self) -> str:
+        """Of the slices that are on another device than was meant: which, and why."""
+        by_note: dict[str, list[Slice]] = {}
+        for piece in sorted(self._notes):
+            by_note.setdefault(self._notes[piece], []).append(piece)
+        return "; ".join(f"{describe(pieces)} {note}" for note, pieces in by_note.items())
+
+    @staticmethod
+    def _bytes(index: ModelIndex, piece: Slice) -> int:
+        layer, first, last = piece
+        return index.expert_bytes(layer) * (last - first + 1) // max(index.n_expert, 1)
+
+    def _check_files(self, model_id: str) -> None:
+        index = self._held_model
+        if index is not None and index.model_id == model_id:
+            self._check_file(index)
+
+    def _tell(self, problem: str) -> None:
+        self.problem = problem
+        if problem:
+            log.warning("slices: %s", problem)
+        self._on_change()
+
+    def _process_event(self, event: ProcessEvent) -> None:
+        if event.kind == "exited":
+            self._alive.clear()
+        elif event.kind in ("started", "reloaded") and (event.kind == "reloaded" or not self._held):
+            # A restarted server answers only once it has reloaded what it held.
+            lost = [piece for piece in self._held if (self.model_id, *piece) not in self.process.held]
+            for piece in lost:
+                del self._held[piece]
+            if lost:
+                self._wanted_changed.set()
+            self._alive.set()
+        elif event.kind == "gave_up":
+            self.problem = event.message
+        log.info("expert server: %s", event.message)
+        self._on_change()

@@ -1,0 +1,80 @@
+"""``swarm-node run``: one node, until Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from node.agent.agent import Agent
+from node.logs import configure
+from node.models.known import KnownModels
+from node.peers.identity import hold_identity, state_root
+from node.settings.load import Config, load_config
+
+log = logging.getLogger(__name__)
+
+
+async def run_node(options: argparse.Namespace) -> int:
+    """Runs a node with the settings of file, environment and flags. Raises SwarmError."""
+    config = load_config(options, os.environ)
+    configure(config.log.format, config.log.level, secrets=[s for s in (config.swarm.key, config.api.key) if s])
+    for warning in config.warnings:
+        log.warning("%s", warning)
+    root = state_root(config.node.state_folder, os.environ)
+    with hold_identity(root, config.node.name) as identity:
+        for warning in identity.warnings:
+            log.warning("%s", warning)
+        agent = Agent(config, identity)
+        greeting = asyncio.create_task(_greet(agent, config))
+        try:
+            await agent.run()
+        finally:
+            greeting.cancel()
+    return 0
+
+
+async def _show_hashing(models: KnownModels, console: Console) -> None:
+    """A bar for as long as a model is hashed, if that takes more than a moment."""
+    await asyncio.sleep(1.0)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
+        task = bar.add_task("hashing", total=None, visible=False)
+        while models.progress is not None:
+            name, done, total = models.progress
+            bar.update(task, description=f"hashing {name}", completed=done, total=total, visible=True)
+            await asyncio.sleep(0.2)
+
+
+async def _greet(agent: Agent, config: Config) -> None:
+    """Says where the node answers, and from then on what the swarm is waiting for, whenever that changes."""
+    await agent.listening.wait()
+    console = Console(stderr=True, highlight=False)
+    if config.log.format == "text":
+        host = "127.0.0.1" if config.node.host in ("lan", "loopback") else config.node.host
+        console.print(
+            f"[bold]{config.node.name}[/] of swarm {config.swarm.name!r} answers at [bold]http://{host}:{agent.port}/v1[/]"
+            f" and offers {agent.memory_bytes / 2**30:.1f} GiB for experts. Ctrl-C ends it."
+        )
+        if not config.swarm.key:
+            console.print(
+                "[yellow]No swarm key:[/] every machine with a private or link-local address can join and ask. "
+                "`swarm-node keygen` makes one."
+            )
+    shown = ""
+    while True:
+        if agent.known_models.progress is not None and config.log.format == "text" and sys.stderr.isatty():
+            await _show_hashing(agent.known_models, console)
+        text = agent.summary()
+        if text != shown:
+            shown = text
+            if config.log.format == "text" and sys.stderr.isatty():
+                console.print(text)
+            else:
+                log.info("%s", text)
+        await agent.summary_changed()
