@@ -1,9 +1,11 @@
-"""Files that are there whole or not at all."""
+"""Files on disk: there whole or not at all, and parts of them given back to the file system."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,3 +36,18 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+# linux/falloc.h: FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
+_PUNCH_HOLE = 0x01 | 0x02
+
+
+def punch_hole(descriptor: int, offset: int, count: int) -> None:
+    """Frees ``count`` bytes from ``offset`` on; the file keeps its size. Raises OSError, also where the system cannot do it."""
+    if not sys.platform.startswith("linux"):
+        raise OSError("parts of a file cannot be freed on this system")
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.fallocate64.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    if libc.fallocate64(descriptor, _PUNCH_HOLE, offset, count) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))

@@ -1,8 +1,9 @@
-"""Totals of counters whose process starts anew: they go on where they were, and never fall."""
+"""Metrics: counters that go on when their process starts anew, and Prometheus' text format, version 0.0.4."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+import math
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -41,3 +42,60 @@ class Counters(Generic[K]):
 
     def __len__(self) -> int:
         return len(self._before.keys() | self._now.keys())
+
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+Labels = Mapping[str, str]
+
+
+class Page:
+    """A page of metrics, as it grows. A metric without samples is left out."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+
+    def add(self, name: str, kind: str, help_text: str, samples: Iterable[tuple[Labels, float]]) -> None:
+        """A ``gauge`` or ``counter``, with a value for each set of labels."""
+        self._add(name, kind, help_text, [_sample(name, labels, value) for labels, value in samples])
+
+    def add_summary(self, name: str, help_text: str, samples: Iterable[tuple[Labels, float, float]]) -> None:
+        """Sum and count of what was observed, for each set of labels: their increases give means of any period."""
+        lines = []
+        for labels, total, count in samples:
+            lines += [_sample(f"{name}_sum", labels, total), _sample(f"{name}_count", labels, count)]
+        self._add(name, "summary", help_text, lines)
+
+    def text(self) -> str:
+        return "".join(f"{line}\n" for line in self._lines)
+
+    def _add(self, name: str, kind: str, help_text: str, lines: list[str]) -> None:
+        if lines:
+            self._lines += [f"# HELP {name} {help_text}", f"# TYPE {name} {kind}", *lines]
+
+
+def _sample(name: str, labels: Labels, value: float) -> str:
+    shown = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
+    # In full: with six digits, a counter of bytes would stand still for minutes and then leap.
+    number = str(int(value)) if float(value).is_integer() else repr(float(value))
+    return f"{name}{{{shown}}} {number}" if shown else f"{name} {number}"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def plain_samples(text: str) -> dict[str, float]:
+    """The finite values of the metrics without labels, by name. What is none is passed over."""
+    found = {}
+    for line in text.splitlines():
+        fields = line.split()
+        if len(fields) not in (2, 3) or line.startswith("#") or "{" in fields[0]:
+            continue
+        try:
+            value = float(fields[1])
+        except ValueError:
+            continue
+        if math.isfinite(value):
+            found[fields[0]] = value
+    return found

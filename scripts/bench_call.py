@@ -15,7 +15,7 @@ import numpy as np
 import kernels
 from node import environment as polling
 from node.expert_server.process import ExpertProcess, SliceOrder
-from node.expert_server.speed_swiglu import SWIGLU_PROGRAM
+from node.expert_server.speed import SWIGLU_PROGRAM
 from node.router.table import RoutingNode, RoutingSlice, RoutingTable, even_split
 
 N_EMBD, N_FF, N_EXPERT = 3072, 4, 8

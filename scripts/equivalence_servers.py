@@ -16,7 +16,7 @@ import kernels
 from node.errors import SwarmError
 from node.expert_server import wire
 from node.expert_server.process import ExpertProcess, SliceOrder
-from node.expert_server.speed_swiglu import SWIGLU_PROGRAM
+from node.expert_server.speed import SWIGLU_PROGRAM
 from node.models.index import ModelIndex
 
 LAYER = 0

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kernels.reference import dequantise, ffn
 from node.errors import ModelError
-from node.expert_server.speed_swiglu import SWIGLU_PROGRAM
+from node.expert_server.speed import SWIGLU_PROGRAM
 from node.models import demo as module
 from node.models.demo import carve, demo_model, find_source
 from node.models.gguf import KeyValue, NewTensor, read_header, write_gguf

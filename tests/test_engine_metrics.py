@@ -18,8 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.errors import SwarmError
-from node.metrics import Counters
-from node.metrics_prometheus import Page, plain_samples
+from node.metrics import Counters, Page, plain_samples
 from node.router import engine as router_engine
 from node.router.engine import RouterEngine, RouterEngineError
 from node.router.engine_metrics import EngineMetrics

@@ -25,11 +25,10 @@ from gossip.state import NodeId, Status, first_counter, first_version, supersede
 from gossip.swim.broadcasts import Broadcasts
 from gossip.swim.candidates import Candidates
 from gossip.swim.events import Received
-from gossip.swim.lifeguard import Suspicion
-from gossip.swim.lifeguard_health import LocalHealth
+from gossip.swim.lifeguard import LocalHealth, Suspicion
 from gossip.swim.members import Members
 from gossip.swim.paths import Paths
-from gossip.swim.pulls_pulls import Pulls
+from gossip.swim.pulls import Pulls
 from gossip.swim.ring import ProbeRing
 from gossip.swim.settings import Settings
 from gossip.swim.timers import Timers

@@ -18,8 +18,7 @@ from rich.console import Console
 
 from node.commands import model_show as model_report
 from node.commands.main import main
-from node.commands.model_show import model_document, print_model
-from node.commands.model_show_model_fit import SYSTEM_BYTES, fit, machines_needed, offer_bytes
+from node.commands.model_show import SYSTEM_BYTES, fit, machines_needed, model_document, offer_bytes, print_model
 from node.models.gguf import KeyValue, NewTensor, write_gguf
 from node.models.hashing import local_manifest
 from node.models.index import ModelIndex, read_model

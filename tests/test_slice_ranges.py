@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.slice_ranges import Slice, count, describe, gaps, surplus
+from node.slices import Slice, count, describe, gaps, surplus
 
 
 def _slice(layer: int, first: int, length: int) -> Slice:

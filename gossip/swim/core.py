@@ -29,7 +29,7 @@ from gossip.swim.events import (
     Replied,
     Withdrawn,
 )
-from gossip.swim.lifeguard_health import LocalHealth
+from gossip.swim.lifeguard import LocalHealth
 from gossip.swim.local import Local
 from gossip.swim.members import Members
 from gossip.swim.pings import Pings

@@ -1,4 +1,4 @@
-"""How long a suspicion lives: Lifeguard's, which shrinks with every member that confirms it."""
+"""Lifeguard: how long a suspicion lives, and a node that misses answers suspects itself first."""
 
 from __future__ import annotations
 
@@ -37,3 +37,23 @@ class Suspicion:
         confirmed = max(0, len(self.accusers) - 1)
         share = min(1.0, math.log(confirmed + 1) / math.log(needed + 1))
         return self.started_s + longest_s - (longest_s - shortest_s) * share
+
+
+@dataclass
+class LocalHealth:
+    """``score`` 0 is healthy; timeouts are ``score + 1`` times as long."""
+
+    maximum: int
+    score: int = 0
+
+    def worse(self, by: int = 1) -> None:
+        """An answer was missed, a helper was silent, the loop was late, or this node had to refute."""
+        self.score = min(self.maximum - 1, self.score + by)
+
+    def better(self) -> None:
+        """A probe went well."""
+        self.score = max(0, self.score - 1)
+
+    def scaled(self, time_s: float) -> float:
+        """``time_s``, longer the worse this node's own health is."""
+        return time_s * (self.score + 1)

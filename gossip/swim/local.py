@@ -10,7 +10,7 @@ from gossip.messages import UPDATES_MAX, Kind, Packet, Record, Reply, Request, U
 from gossip.state import NodeId, Status, first_counter, first_version
 from gossip.swim.broadcasts import Broadcasts
 from gossip.swim.events import Action, Ask, Change, Notify, Send
-from gossip.swim.lifeguard_health import LocalHealth
+from gossip.swim.lifeguard import LocalHealth
 from gossip.swim.members import Members
 from gossip.swim.ring import ProbeRing
 from gossip.swim.settings import Settings

@@ -45,7 +45,7 @@ from node.router.engine import EngineOptions, ExpertFailure
 from node.router.engine_metrics import EngineMetrics
 from node.router.programs import ModelPrograms, read_programs
 from node.settings.load import Config
-from node.slice_ranges import Slice
+from node.slices import Slice
 from node.swarm_key import SwarmKey
 from node.transfer.store import ModelStore
 from node.transfer.swarm_model import SwarmModel

@@ -12,7 +12,7 @@ from node.errors import SwarmError
 from node.expert_server.process import ExpertProcess, ProcessEvent, SliceAnswer, SliceOrder
 from node.models.index import ModelIndex
 from node.router.programs import ModelPrograms
-from node.slice_ranges import Slice, describe, gaps, surplus
+from node.slices import Slice, describe, gaps, surplus
 
 log = logging.getLogger(__name__)
 

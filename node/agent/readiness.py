@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from node.records import Record, Router
-from node.slice_ranges import describe
+from node.slices import describe
 
 
 def waits_for(router: Router, names: Mapping[str, str], activity: str) -> str:

@@ -16,7 +16,7 @@ from node.records import Plan, Record, Router
 from node.router.engine import EngineOptions, ExpertFailure, RouterEngine, router_engine
 from node.router.programs import ModelPrograms
 from node.router.table import RoutingNode, RoutingSlice, RoutingTable
-from node.slice_ranges import Slice, gaps
+from node.slices import Slice, gaps
 
 log = logging.getLogger(__name__)
 

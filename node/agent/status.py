@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from node.metrics_prometheus import CONTENT_TYPE, Page
+from node.metrics import CONTENT_TYPE, Page
 from node.records import Record
-from node.slice_ranges import Slice, count, describe
+from node.slices import Slice, count, describe
 
 if TYPE_CHECKING:
     from node.agent.agent import Agent

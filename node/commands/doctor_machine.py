@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from node.commands.doctor_check import Check
-from node.expert_server.speed_swiglu import SWIGLU_PROGRAM
+from node.expert_server.speed import SWIGLU_PROGRAM
 from node.memory_limit import free_memory_bytes, memory_limit
 from node.models.gguf import GGML_TYPES, TYPE_IDS
 from node.paths import PYTHON_MODULE

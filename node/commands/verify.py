@@ -141,7 +141,7 @@ async def _run_decisions(options: argparse.Namespace) -> int:
 async def _verify_random(options: argparse.Namespace) -> list[_Done]:
     import kernels
     from node.commands.verify_matrix import Subject
-    from node.expert_server.speed_swiglu import SWIGLU_PROGRAM
+    from node.expert_server.speed import SWIGLU_PROGRAM
     from node.models.random_blocks import BLOCK_TYPES
     from node.models.synthetic import SHAPES, expert_tensors
 

@@ -13,7 +13,16 @@ from types import ModuleType
 
 import numpy as np
 
-from node.expert_server.speed_swiglu import SWIGLU_PROGRAM
+# The layer program of most models: SwiGLU, weighted after the FFN. Measurements and self-tests compute it.
+SWIGLU_PROGRAM = """swarm-program 1
+input row
+%0 = matmul ffn_up_exps.weight h
+%1 = matmul ffn_gate_exps.weight h
+%2 = glu swiglu %1 %0
+%3 = matmul ffn_down_exps.weight %2
+%4 = mul %3 w
+return %4
+"""
 
 # Q4_K, as most of the models that are served: 144 bytes of 256 weights, of which the first 4 are two float16 scales.
 _BLOCK_BYTES, _BLOCK_WEIGHTS = 144, 256

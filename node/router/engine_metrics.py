@@ -14,8 +14,7 @@ from typing import Any, Protocol
 import aiohttp
 
 from node.errors import SwarmError
-from node.metrics import Counters
-from node.metrics_prometheus import plain_samples
+from node.metrics import Counters, plain_samples
 
 log = logging.getLogger(__name__)
 

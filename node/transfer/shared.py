@@ -16,7 +16,7 @@ from node.models.manifest import Manifest
 from node.models.pieces import expert_numbers, trunk_numbers
 from node.peers.http import PeerClient
 from node.records import OFFERS_MAX, Offer
-from node.slice_ranges import Slice
+from node.slices import Slice
 from node.transfer.fetcher import ModelFetcher, Progress
 from node.transfer.schedule import RateLimit
 from node.transfer.service import Copy, LocalCopy, ModelService

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from node.errors import ModelError
-from node.files_holes import punch_hole
+from node.files import punch_hole
 from node.models.index import ModelIndex
 from node.models.manifest import Manifest
 from node.models.pieces import Piece, pieces
