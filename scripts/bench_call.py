@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import kernels
-from node import environment as polling
+from node import environment
 from node.expert_server.process import ExpertProcess, SliceOrder
 from node.expert_server.speed import SWIGLU_PROGRAM
 from node.router.table import RoutingNode, RoutingSlice, RoutingTable, even_split
@@ -23,7 +23,7 @@ N_EMBD, N_FF, N_EXPERT = 3072, 4, 8
 
 async def call_costs(n_servers: int, rounds: int, poll_us: int, threads: int = 1) -> dict[str, Any]:
     """Times in microseconds of calls for one token that uses one expert on each of the servers, in mode `sum`."""
-    environment = {polling.VARIABLE: str(poll_us)}
+    variables = {environment.VARIABLE: str(poll_us)}
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="swarm-bench-")))
         generator = np.random.default_rng(0)
@@ -37,7 +37,7 @@ async def call_costs(n_servers: int, rounds: int, poll_us: int, threads: int = 1
         nodes, slices = [], []
         for number, (first, last) in enumerate(even_split(N_EXPERT, n_servers)):
             server = ExpertProcess(
-                f"n{number}", threads=threads, stderr=folder / f"{number}.log", environment=environment
+                f"n{number}", threads=threads, stderr=folder / f"{number}.log", environment=variables
             )
             await server.start()
             stack.push_async_callback(server.stop)
@@ -62,7 +62,7 @@ async def call_costs(n_servers: int, rounds: int, poll_us: int, threads: int = 1
             str(kernels.native_path("swarm-bench-call")),
             str(folder / "table.json"),
             *(str(value) for value in (kernels.Program(SWIGLU_PROGRAM).digest, N_EMBD, n_servers, N_EXPERT, rounds, 1)),
-            env={**os.environ, **environment},
+            env={**os.environ, **variables},
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )

@@ -11,13 +11,15 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+FOLDERS = ("", "node/expert_server", "node/models", "gossip")
+sys.path[:0] = [str(ROOT / "tests" / folder) for folder in FOLDERS]
 
-import test_expert_server  # noqa: E402
-import test_gossip_machine  # noqa: E402
-import test_model_index  # noqa: E402
+import test_index  # noqa: E402
+import test_machine  # noqa: E402
+import test_server  # noqa: E402
 import test_wire  # noqa: E402
-from server_rig import order, server  # noqa: E402
+
+from rigs.fake_server import order, server  # noqa: E402
 
 #: What the tests do with fewer seeds, and swarms of 1,000.
 GOSSIP = (
@@ -53,7 +55,7 @@ def swarms_under_fire(seconds: float, seed: int) -> int:
 
 async def fuzz_server(seconds: float, seed: int) -> int:
     async with server(order(), max_rows=16) as process:
-        return await test_expert_server.fuzz(process, seconds, seed)
+        return await test_server.fuzz(process, seconds, seed)
 
 
 def repeat(tests: str, seconds: float) -> int:
@@ -75,15 +77,15 @@ def main() -> None:
     print(f"seed {options.seed}")
     print("decoder fuzz:", test_wire.fuzz(seconds, options.seed), "mutants accepted")
     with tempfile.TemporaryDirectory() as folder:
-        count, good = test_model_index.fuzz(Path(folder), seconds, options.seed)
+        count, good = test_index.fuzz(Path(folder), seconds, options.seed)
     print(f"header fuzz: {count} damaged headers, {good} of them still models")
     print("server fuzz:", asyncio.run(fuzz_server(seconds, options.seed)), "mutants computed")
     for arguments in GOSSIP:
         simulate(arguments)
     print("swarms under fire:", swarms_under_fire(seconds, options.seed))
-    test_gossip_machine.hunt(examples=2000, steps=60)
-    print("faults, over and over:", repeat("tests/test_faults.py", seconds), "rounds")
-    print("exactness, over and over:", repeat("tests/test_exactness.py", seconds), "rounds")
+    test_machine.hunt(examples=2000, steps=60)
+    print("faults, over and over:", repeat("tests/swarm/test_faults.py", seconds), "rounds")
+    print("exactness, over and over:", repeat("tests/swarm/test_exactness.py", seconds), "rounds")
 
 
 if __name__ == "__main__":

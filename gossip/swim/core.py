@@ -2,9 +2,9 @@
 
 It has no socket, no clock and no randomness of its own. `Gossip.next_s` says when it wants a `Tick`.
 
-Beyond the papers: probes go round in a fixed order (`gossip.ring`); a member that does not answer is also pinged at its other
-addresses and over TCP (`gossip.probing`); the dead are pinged now and then, so that a healed cut is noticed
-(`gossip.seeking`); a node whose own loop was late accuses nobody of what it may have missed itself.
+Beyond the papers: probes go round in a fixed order (`gossip.swim.ring`); a member that does not answer is also pinged at its other
+addresses and over TCP (`gossip.swim.probing`); the dead are pinged now and then, so that a healed cut is noticed
+(`gossip.swim.seeking`); a node whose own loop was late accuses nobody of what it may have missed itself.
 """
 
 from __future__ import annotations

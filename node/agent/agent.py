@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from node import environment as polling
+from node import environment
 from node.agent import machine, readiness
 from node.agent.election import Election, routing_peer
 from node.agent.expert_role import Holder
@@ -399,7 +399,7 @@ class Agent:
 
     def _child_environment(self) -> dict[str, str]:
         key = {} if self._key is None else {CALL_KEY_VARIABLE: self._key.derive("call").hex()}
-        return {polling.VARIABLE: str(self.config.node.poll_us), **key}
+        return {environment.VARIABLE: str(self.config.node.poll_us), **key}
 
 
 def _host(url: str) -> str:

@@ -109,7 +109,7 @@ async def check_ffn(config: Config) -> Check:
     """An expert FFN with each type of weights gives, on the chosen device, what ggml's scalar code and NumPy give."""
     # In a process of its own: a driver that fails may take the process with it.
     process = await asyncio.create_subprocess_exec(
-        *(*PYTHON_MODULE, "node.machine_checks", config.experts.device),
+        *(*PYTHON_MODULE, "node.commands.doctor_machine", config.experts.device),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

@@ -38,8 +38,7 @@ from typing import Any, TextIO, cast
 import numpy as np
 from aiohttp import WSMsgType, web
 
-from node import environment as polling
-from node import parent_death
+from node import environment, parent_death
 from node.bounded_msgpack import LARGE_BYTES, Body
 from node.errors import CallRefused, MalformedMessage, NotAuthenticated
 from node.expert_server import speed, wire
@@ -94,7 +93,7 @@ class ExpertServer:
                 device,
                 max_rows,
                 max_waiting=wire.MAX_WAITING_CALLS,
-                poll_us=polling.poll_us(),
+                poll_us=environment.poll_us(),
                 delay_s=delay_s,
                 answer=self._answer_message,
             )
