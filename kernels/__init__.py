@@ -1,44 +1,36 @@
 """Expert FFNs on ggml devices, and the native programs of this build.
 
-The extension, ``libggml-swarm.so``, ``llama-server`` and the ggml libraries come from one source and one build;
-importing this package checks that no other ggml took their place.
+`native` has what needs the extension, which is loaded when the first such name is asked for: the NumPy `reference`, the
+comparison of backends (`equivalence`, `tolerances`) and `cpu_quota` import without a build. The extension,
+``libggml-swarm.so``, ``llama-server`` and the ggml libraries come from one source and one build. Knows neither `node`
+nor `gossip`; the C++ is in ``kernels/src``.
 """
 
-import os
-import sys
-from pathlib import Path
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
+from kernels.cpu_quota import cpu_quota, default_threads
+from kernels.errors import BuildMismatch
 
-def _import_extension() -> None:
-    # Symbols of this build's libraries are looked up in them first: another package's ggml, loaded before with global
-    # visibility, would otherwise answer for ours. glibc only; macOS has two-level names by itself.
-    deepbind = getattr(os, "RTLD_DEEPBIND", 0)
-    before = sys.getdlopenflags()
-    sys.setdlopenflags(os.RTLD_NOW | os.RTLD_LOCAL | deepbind)
-    try:
-        from kernels import _kernels  # noqa: F401
-    finally:
-        sys.setdlopenflags(before)
-
-
-_import_extension()
-
-from kernels import _kernels  # noqa: E402
-from kernels._kernels import CallConnection, CallServer, Device, Program, SliceInfo, TensorParts  # noqa: E402
-from kernels.cpu_quota import cpu_quota, default_threads  # noqa: E402
-from kernels.devices import NoDevice  # noqa: E402
-from kernels.devices import choose_device as _choose_device  # noqa: E402
-from kernels.errors import (  # noqa: E402
-    BadCall,
-    BuildMismatch,
-    ComputeError,
-    LoadError,
-    NotFinite,
-    NotHeld,
-    ProgramError,
-    ProgramMismatch,
-)
-from kernels.expert_reference import TensorSource, expert_rows  # noqa: E402
+if TYPE_CHECKING:
+    from kernels._kernels import (
+        BadCall,
+        CallConnection,
+        CallServer,
+        ComputeError,
+        Device,
+        LoadError,
+        NotFinite,
+        NotHeld,
+        Program,
+        ProgramError,
+        ProgramMismatch,
+        SliceInfo,
+        TensorParts,
+    )
+    from kernels.device_choice import NoDevice
+    from kernels.expert_reference import TensorSource, expert_rows
+    from kernels.native import ExpertStore, build_id, choose_device, devices, native_path
 
 __all__ = [
     "BadCall",
@@ -67,58 +59,29 @@ __all__ = [
     "native_path",
 ]
 
-
-def build_id() -> str:
-    """The id compiled into every native part of this build."""
-    return str(_kernels.build_id)
-
-
-def native_path(name: str) -> Path:
-    """The path of a native program or library of this build, such as ``llama-server``.
-
-    Raises FileNotFoundError when this build has none of that name (an expert-only build, or one without tools).
-    """
-    path = _NATIVE / name
-    if not path.exists():
-        raise FileNotFoundError(
-            f"this build of swarm-node has no {name} ({path}); the router's programs are left out by "
-            f"SWARM_ROUTER=OFF, llama.cpp's tools are built with CMAKE_ARGS=-DSWARM_TOOLS=ON"
-        )
-    return path
+_ERRORS = ("BadCall", "ComputeError", "LoadError", "NotFinite", "NotHeld", "ProgramError", "ProgramMismatch")
+_EXTENSION = ("CallConnection", "CallServer", "Device", "Program", "SliceInfo", "TensorParts", *_ERRORS)
+_LAZY = {
+    **dict.fromkeys(_EXTENSION, "kernels._kernels"),
+    **dict.fromkeys(("ExpertStore", "build_id", "choose_device", "devices", "native_path"), "kernels.native"),
+    **dict.fromkeys(("TensorSource", "expert_rows"), "kernels.expert_reference"),
+    "NoDevice": "kernels.device_choice",
+}
 
 
-def devices() -> list[Device]:
-    """The ggml devices of this build on this machine, without the Swarm backend's own."""
-    return list(_kernels.devices())
+def __getattr__(name: str) -> Any:
+    """PEP 562. Raises ImportError without a build, BuildMismatch when another ggml took the place of this build's."""
+    if name == "_kernels":
+        # Not as another submodule: `native` says how its libraries are looked up, before it is loaded.
+        return import_module("kernels.native")._kernels
+    if name not in _LAZY:
+        raise AttributeError(f"module 'kernels' has no attribute {name!r}")
+    if _LAZY[name] == "kernels._kernels":
+        import_module("kernels.native")
+    value = getattr(import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
 
 
-def choose_device(name: str = "auto") -> str:
-    """The name of the device to hold experts on: ``name`` itself, or the best one that computes an expert FFN."""
-    return _choose_device(devices(), name)
-
-
-class ExpertStore(_kernels.ExpertStore):
-    """Expert slices of one model on one device, and the layer programs computed on them.
-
-    ``device``: a ggml device's name or ``auto``. ``threads``: of a CPU device; 0 takes what the CPU quota allows.
-    """
-
-    def __init__(self, device: str = "auto", threads: int = 0) -> None:
-        super().__init__(choose_device(device), threads if threads > 0 else default_threads())
-
-
-def _check_build() -> Path:
-    native = Path(str(_kernels.__file__)).parent / "_native"
-    loaded = Path(_kernels.ggml_library_path())
-    commit = _kernels.ggml_commit()
-    expected = f"swarm-{_kernels.build_id}"
-    if commit != expected:
-        raise BuildMismatch(
-            f"two builds met in one process: {_kernels.__file__} is of build {expected}, but the ggml it got is "
-            f"{loaded} of build {commit}. Remove that library from LD_PRELOAD and LD_LIBRARY_PATH, or reinstall "
-            f"swarm-node"
-        )
-    return native
-
-
-_NATIVE = _check_build()
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -1,4 +1,4 @@
-"""Errors of the kernels package.
+"""Errors of the kernels package. All but BuildMismatch are the extension's own; `kernels` has them all.
 
 ::
 
@@ -10,19 +10,6 @@
     RuntimeError  ComputeError     the device failed; NotFinite, its subclass: a result is not finite
     RuntimeError  BuildMismatch    parts of different builds met in one process
 """
-
-from kernels._kernels import BadCall, ComputeError, LoadError, NotFinite, NotHeld, ProgramError, ProgramMismatch
-
-__all__ = [
-    "BadCall",
-    "BuildMismatch",
-    "ComputeError",
-    "LoadError",
-    "NotFinite",
-    "NotHeld",
-    "ProgramError",
-    "ProgramMismatch",
-]
 
 
 class BuildMismatch(RuntimeError):

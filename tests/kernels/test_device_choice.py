@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 import kernels
-from kernels.devices import NoDevice, choose_device, is_software, usable_devices
+from kernels.device_choice import NoDevice, choose_device, is_software, usable_devices
 
 
 @dataclass(frozen=True)
