@@ -16,12 +16,12 @@ from collections.abc import Collection, Mapping
 from typing import Any, Final, TextIO
 from urllib.parse import quote
 
+from node.log_levels import apply_levels, parse_levels
+
 REDACTED: Final = "[redacted]"
 
 # What a record has besides the extra fields.
 _STANDARD: Final = frozenset(vars(logging.LogRecord("", 0, "", 0, "", (), None))) | {"message", "asctime", "taskName"}
-# Loggers of libraries that say at "info" what only developers want to know.
-_TALKATIVE: Final = ("aiohttp.access", "asyncio", "zeroconf")
 _COLOURS: Final = {"DEBUG": "2", "WARNING": "33", "ERROR": "31", "CRITICAL": "1;31"}
 # A message may hold what a peer sent: no terminal commands, and no text that runs backwards.
 _CONTROLS: Final = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
@@ -31,8 +31,9 @@ _CREDENTIALS: Final = re.compile(r"(?i)\b(bearer\s+|x-api-key['\"]?\s*[:=]\s*b?[
 def configure(format: str, level: str, *, secrets: Collection[str] = (), stream: TextIO | None = None) -> None:
     """Sends every logger's records to `stream` (stderr), as [log] format and level say; replaces an earlier call's.
 
-    None of `secrets` appears in what is written, neither as it is nor as a URL or a string literal has it.
+    `level` is what `node.log_levels.parse_levels` reads. None of `secrets` appears in what is written, neither as it is nor as a URL or a string literal has it. Raises ValueError.
     """
+    levels = parse_levels(level)
     stream = stream or sys.stderr
     redactor = Redactor(secrets)
     formatter: logging.Formatter
@@ -48,9 +49,7 @@ def configure(format: str, level: str, *, secrets: Collection[str] = (), stream:
     for old in [one for one in root.handlers if isinstance(one.formatter, TextFormatter | JsonFormatter)]:
         root.removeHandler(old)
     root.addHandler(handler)
-    root.setLevel(level.upper())
-    for name in _TALKATIVE:
-        logging.getLogger(name).setLevel(logging.NOTSET if level == "debug" else logging.WARNING)
+    apply_levels(levels)
     logging.captureWarnings(True)
 
 

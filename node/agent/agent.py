@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from node import environment
+from node import environment, log_levels
 from node.agent import machine, readiness
 from node.agent.election import Election, routing_peer
 from node.agent.expert_role import Holder
@@ -399,7 +399,8 @@ class Agent:
 
     def _child_environment(self) -> dict[str, str]:
         key = {} if self._key is None else {CALL_KEY_VARIABLE: self._key.derive("call").hex()}
-        return {environment.VARIABLE: str(self.config.node.poll_us), **key}
+        settings = {environment.VARIABLE: str(self.config.node.poll_us), log_levels.VARIABLE: self.config.log.level}
+        return {**settings, **key}
 
 
 def _host(url: str) -> str:

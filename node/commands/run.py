@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import logging
 import os
 import sys
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from node.agent.agent import Agent
+from node.log_levels import parse_levels
 from node.logs import configure
 from node.models.known import KnownModels
 from node.peers.identity import hold_identity, state_root
@@ -23,6 +25,9 @@ log = logging.getLogger(__name__)
 async def run_node(options: argparse.Namespace) -> int:
     """Runs a node with the settings of file, environment and flags. Raises SwarmError."""
     config = load_config(options, os.environ)
+    if options.verbose:
+        level = str(parse_levels(config.log.level).with_default("debug"))
+        config = dataclasses.replace(config, log=dataclasses.replace(config.log, level=level))
     configure(config.log.format, config.log.level, secrets=[s for s in (config.swarm.key, config.api.key) if s])
     for warning in config.warnings:
         log.warning("%s", warning)

@@ -47,6 +47,7 @@ from node.expert_server.compute_queue import ComputeQueue
 from node.expert_server.guard import CallGuard
 from node.expert_server.held_slices import SliceHolder
 from node.expert_server.native_calls import NativeCalls
+from node.log_levels import apply_levels, levels_from_environment
 from node.swarm_key import STREAMED, Accepted
 
 log = logging.getLogger(__name__)
@@ -489,6 +490,7 @@ def main(arguments: list[str] | None = None, kernels: ModuleType | None = None) 
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format=f"%(asctime)s {options.name} %(levelname)s %(name)s: %(message)s"
     )
+    apply_levels(levels_from_environment())
     # stdout belongs to the protocol: what a library prints there goes to stderr.
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

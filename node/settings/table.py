@@ -16,6 +16,8 @@ from urllib.parse import urlsplit
 
 from node.environment import DEFAULT_US, MAX_US
 from node.errors import SwarmKeyError
+from node.log_levels import DEFAULT_LEVEL, parse_levels
+from node.log_levels import FORM as LEVELS_FORM
 from node.settings.kinds import Boolean, Check, Integer, Kind, Text, TextList
 from node.settings.toml_text import toml_text
 from node.swarm_key import SwarmKey
@@ -90,6 +92,14 @@ def _origin(text: str) -> str | None:
     if text == "*":
         return "is every page of the internet; name the origins that may use this node"
     return f"must be {_ORIGIN_FORM}"
+
+
+def _log_levels(text: str) -> str | None:
+    try:
+        parse_levels(text)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _swarm_key(text: str) -> str | None:
@@ -313,7 +323,12 @@ class LogSettings:
     """[log]: what is logged, on stderr."""
 
     format: str = _setting("text", _choice("text", "json"), 'For people ("text") or one JSON object a line ("json").')
-    level: str = _setting("info", _choice("debug", "info", "warning", "error"), "The least important that is logged.")
+    level: str = _setting(
+        DEFAULT_LEVEL,
+        Text(LEVELS_FORM, _log_levels),
+        "The least important that is logged. A package or module of this program can have a level of its own, which holds "
+        'for all below it: "info,node.api=debug" shows what becomes of each request.',
+    )
 
 
 SECTIONS: dict[str, type[Any]] = {
