@@ -27,8 +27,8 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from gossip.errors import GossipError, NotForUs, UnknownVersion, WrongKey
+from gossip.messages import PROTOCOL_VERSION
 
-VERSION = 1
 _MAGIC = b"SG"
 _HEADER_BYTES = 12
 _SEALED_HEADER_BYTES = 28
@@ -44,7 +44,7 @@ class Envelope:
     def __init__(self, swarm: str, key: bytes | None = None) -> None:
         self._tag = hashlib.sha256(swarm.encode()).digest()[:8]
         self._key = key
-        self._header = _MAGIC + bytes([VERSION, key is not None]) + self._tag
+        self._header = _MAGIC + bytes([PROTOCOL_VERSION, key is not None]) + self._tag
         self._salt = secrets.token_bytes(8)
         self._count = 0
         self._ciphers: OrderedDict[bytes, AESGCM] = OrderedDict()
@@ -66,7 +66,7 @@ class Envelope:
             raise GossipError("not a gossip packet")
         if datagram[4:_HEADER_BYTES] != self._tag:
             raise NotForUs("a packet of a swarm of another name")
-        if datagram[2] != VERSION:
+        if datagram[2] != PROTOCOL_VERSION:
             raise UnknownVersion(datagram[2])
         if datagram[3] != (self._key is not None):
             raise WrongKey(

@@ -1,7 +1,7 @@
 """The bytes that gossiping nodes exchange (docs/protocol.md, "Gossip"): msgpack arrays, validated as they are read.
 
-A packet is one UDP datagram, sealed by `gossip.envelope`. Requests and replies go over TCP, by whatever the program offers.
-Elements after those that this version knows are ignored.
+A packet is one UDP datagram, sealed by `gossip.envelope`. Requests and replies go over TCP, by whatever the program
+offers. Elements after those that this version knows are ignored.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from msgspec import Meta, Struct
 from gossip.errors import GossipError
 from gossip.limits import ADDRESSES_MAX, COUNTER_MAX, DIGEST_BYTES_MAX, MEMBERS_MAX, RECORD_BYTES_MAX
 from gossip.state import NODE_ID_BYTES
+
+#: The version of packets, requests and replies; nodes of different versions do not understand each other.
+PROTOCOL_VERSION = 1
 
 Id = Annotated[bytes, Meta(min_length=NODE_ID_BYTES, max_length=NODE_ID_BYTES)]
 Counter = Annotated[int, Meta(ge=0, le=COUNTER_MAX)]

@@ -20,7 +20,7 @@ from gossip.address import Address, normalised
 from gossip.envelope import Envelope
 from gossip.errors import GossipError, NotForUs, UnknownVersion, WrongKey
 from gossip.limits import INCOMPATIBLE_MAX, PACKET_BYTES_MAX
-from gossip.messages import decode_packet, decode_reply, decode_request, encode
+from gossip.messages import PROTOCOL_VERSION, decode_packet, decode_reply, decode_request, encode
 from gossip.state import NodeId
 from gossip.swim.core import Gossip
 from gossip.swim.events import (
@@ -145,12 +145,14 @@ class Service:
         """This node's record, whenever it changed. Nothing happens if it did not."""
         self.feed(Published(tuple(addresses), port, payload))
 
-    def announce(self, address: Address, source: str) -> None:
-        """A node may be there; ``source`` says how that is known."""
+    def announce(self, address: Address, source: str, version: int = PROTOCOL_VERSION) -> None:
+        """A node may be at ``address``; ``source`` says how that is known, ``version`` which protocol it speaks."""
         self.feed(Announced(address, source))
+        if version != PROTOCOL_VERSION:  # it will not understand a word, and is to be shown
+            self.feed(Incompatible(address, version))
 
     def withdraw(self, address: Address) -> None:
-        """The source no longer says so."""
+        """The source no longer says that a node is at ``address``."""
         self.feed(Withdrawn(address))
 
     def answer(self, body: bytes, source: Address | None = None) -> bytes:

@@ -28,8 +28,6 @@ from gossip.discovery.multicast_dns_health import MulticastDnsHealth
 from gossip.discovery.service_browser import ServiceBrowser
 from gossip.errors import GossipError
 
-__all__ = ["Discovery", "Found", "find"]
-
 log = logging.getLogger(__name__)
 
 _EVERY_INTERFACE: Final = InterfaceRules()

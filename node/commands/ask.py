@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 from rich.console import Console
 
-from gossip.discovery.dns_sd import find
+from gossip.discovery import find
 from node.agent.status import print_status
 from node.commands.chat import ChatError, stream_chat
 from node.errors import SwarmError

@@ -16,8 +16,7 @@ from typing import Any
 import aiohttp
 import psutil
 
-from gossip.discovery.dns_sd import find
-from gossip.discovery.interfaces import local_addresses
+from gossip.discovery import find, local_addresses
 from node.access import is_private
 from node.commands.doctor_check import Check
 from node.peers.peering import interface_rules

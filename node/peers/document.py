@@ -10,9 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from gossip.discovery.interfaces import LeftOut, LocalAddress
-from gossip.service import Service
-from gossip.swim.members import Member
+from gossip import Member, Service
+from gossip.discovery import LeftOut, LocalAddress
 from node.peers.membership import Membership
 
 

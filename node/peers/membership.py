@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gossip.state import NodeId, Status, boot_of
-from gossip.swim.core import Gossip
-from gossip.swim.members import Member
+from gossip import Gossip, Member, NodeId, Status, boot_of
 from node.records import Record, RecordError, decode
 
 # A node that was away for longer is no longer planned with; until then its slices wait for it.

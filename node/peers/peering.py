@@ -15,16 +15,19 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from gossip.address import Address, normalised
-from gossip.discovery.dns_sd import Discovery, Found
-from gossip.discovery.interface_watch import watch_interfaces
-from gossip.discovery.interfaces import InterfaceRules, LocalAddress, local_addresses
-from gossip.envelope import VERSION
-from gossip.errors import GossipError
-from gossip.messages import REPLY_BYTES_MAX, REQUEST_BYTES_MAX
-from gossip.service import Service
-from gossip.state import NodeId
-from gossip.swim.events import Change, Incompatible, Notify
+from gossip import (
+    PROTOCOL_VERSION,
+    REPLY_BYTES_MAX,
+    REQUEST_BYTES_MAX,
+    Address,
+    Change,
+    GossipError,
+    NodeId,
+    Notify,
+    Service,
+    normalised,
+)
+from gossip.discovery import Discovery, Found, InterfaceRules, LocalAddress, local_addresses, watch_interfaces
 from node.access import is_private
 from node.errors import SwarmError
 from node.peers.document import peers_document
@@ -113,7 +116,7 @@ class Peering:
                 node_id=self._identity.node_id,
                 swarm=self._config.swarm.name,
                 port=port,
-                version=VERSION,
+                version=PROTOCOL_VERSION,
                 on_found=self._found,
                 on_lost=self._lost,
                 announce=True,
@@ -148,9 +151,7 @@ class Peering:
             self.service.withdraw(address)
         self._announced[found.node_id] = found.addresses
         for address in found.addresses:
-            self.service.announce(address, MULTICAST)
-            if found.version != VERSION:  # it will not understand a word, and is to be shown
-                self.service.feed(Incompatible(address, found.version))
+            self.service.announce(address, MULTICAST, found.version)
 
     def _lost(self, node_id: str) -> None:
         for address in self._announced.pop(node_id, ()):

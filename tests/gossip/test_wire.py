@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from gossip import envelope as envelope_module
 from gossip.address import Address
-from gossip.envelope import OVERHEAD_BYTES, VERSION, Envelope
+from gossip.envelope import OVERHEAD_BYTES, Envelope
 from gossip.errors import GossipError, NotForUs, UnknownVersion, WrongKey
 from gossip.limits import ADDRESSES_MAX, COUNTER_MAX, MEMBERS_MAX, PACKET_BYTES_MAX, RECORD_BYTES_MAX
 from gossip.messages import (
     ACCUSERS_MAX,
+    PROTOCOL_VERSION,
     REPLY_BYTES_MAX,
     REQUEST_BYTES_MAX,
     UPDATES_MAX,
@@ -134,10 +135,10 @@ def test_each_packet_is_sealed_with_a_nonce_of_its_own(monkeypatch: pytest.Monke
 def test_another_version_is_named_whatever_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for envelope in (plain(), sealed(monkeypatch)):
         datagram = bytearray(envelope.seal(encode(PING)))
-        datagram[2] = VERSION + 1
-        with pytest.raises(UnknownVersion, match=f"version {VERSION + 1}") as error:
+        datagram[2] = PROTOCOL_VERSION + 1
+        with pytest.raises(UnknownVersion, match=f"version {PROTOCOL_VERSION + 1}") as error:
             envelope.open(bytes(datagram))
-        assert error.value.version == VERSION + 1
+        assert error.value.version == PROTOCOL_VERSION + 1
         with pytest.raises(UnknownVersion):
             envelope.open(bytes(datagram[:12]) + b"what may be there in ten years")
 

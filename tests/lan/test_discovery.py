@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gossip.address import Address
-from gossip.discovery.dns_sd import Discovery, Found, find
+from gossip.discovery import Discovery, Found, find
 from gossip.discovery.interfaces import InterfaceRules
 from gossip.discovery.multicast_dns import SERVICE_TYPE
 from gossip.errors import GossipError

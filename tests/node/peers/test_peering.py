@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gossip.address import Address
-from gossip.discovery.dns_sd import Found
-from gossip.envelope import VERSION
+from gossip import PROTOCOL_VERSION, Address
+from gossip.discovery import Found
 from node.peers.identity import hold_identity
 from node.peers.peering import Peering
 from rigs.agent import config
@@ -15,7 +14,7 @@ NODE = "00000000000000aa"
 OLD, NEW = Address("192.168.1.9", 4100), Address("192.168.1.10", 4100)
 
 
-def _found(*addresses: Address, version: int = VERSION) -> Found:
+def _found(*addresses: Address, version: int = PROTOCOL_VERSION) -> Found:
     return Found(NODE, "default", version, addresses, f"{NODE}._swarm-node._tcp.local.")
 
 
@@ -38,7 +37,7 @@ def test_what_is_announced_is_tried_and_what_is_withdrawn_is_not(tmp_path: Path)
 
 def test_a_node_of_another_version_is_shown_before_it_says_a_word(tmp_path: Path) -> None:
     peering = _peering(tmp_path)
-    peering._found(_found(OLD, version=VERSION + 1))
+    peering._found(_found(OLD, version=PROTOCOL_VERSION + 1))
     document = peering.document()
-    assert document["incompatible"] == [{"host": OLD.host, "version": VERSION + 1}]
-    assert f"version {VERSION + 1}" in document["candidates"][0]["problem"]
+    assert document["incompatible"] == [{"host": OLD.host, "version": PROTOCOL_VERSION + 1}]
+    assert f"version {PROTOCOL_VERSION + 1}" in document["candidates"][0]["problem"]
