@@ -1,3 +1,9 @@
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +18,8 @@ settings.load_profile("swarm-node")
 
 # Folders are by what their tests need: nothing, this build, processes of it, root, compilers. These take minutes.
 _SLOW = ("swarm", "lan", "build")
+# Nobody should wonder for longer whether anything goes on.
+_SILENT_S = 10.0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -21,3 +29,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         folder = item.path.relative_to(tests).parts[0] if item.path.is_relative_to(tests) else ""
         if folder in _SLOW:
             item.add_marker("slow")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """A test that takes long says so while it runs, past pytest's capture: on the descriptor that scripts/test names."""
+    progress = os.environ.get("SWARM_TEST_PROGRESS_FD", "")
+    if not progress.isdecimal():
+        return (yield)
+    ended = threading.Event()
+    thread = threading.Thread(target=_tell, args=(item.nodeid, int(progress), ended), daemon=True)
+    thread.start()
+    try:
+        return (yield)
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _tell(name: str, progress: int, ended: threading.Event) -> None:
+    started_s = time.monotonic()
+    while not ended.wait(_SILENT_S):
+        os.write(progress, f"\n{name} has run for {time.monotonic() - started_s:.0f} s\n".encode())
