@@ -20,6 +20,8 @@ settings.load_profile("swarm-node")
 _SLOW = ("swarm", "lan", "build")
 # Nobody should wonder for longer whether anything goes on.
 _SILENT_S = 10.0
+# Not for the nodes that tests start: they refuse variables that they do not know.
+_PROGRESS = os.environ.pop("SWARM_TEST_PROGRESS_FD", "")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -34,11 +36,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """A test that takes long says so while it runs, past pytest's capture: on the descriptor that scripts/test names."""
-    progress = os.environ.get("SWARM_TEST_PROGRESS_FD", "")
-    if not progress.isdecimal():
+    if not _PROGRESS.isdecimal():
         return (yield)
     ended = threading.Event()
-    thread = threading.Thread(target=_tell, args=(item.nodeid, int(progress), ended), daemon=True)
+    thread = threading.Thread(target=_tell, args=(item.nodeid, int(_PROGRESS), ended), daemon=True)
     thread.start()
     try:
         return (yield)
