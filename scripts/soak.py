@@ -174,7 +174,7 @@ def passed(at: str) -> dict[str, str]:
     try:
         found = json.loads(STATE.read_text())
         return {str(k): str(v) for k, v in found["passed"].items()} if found["commit"] == at else {}
-    except (OSError, ValueError, KeyError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
 
