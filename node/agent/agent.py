@@ -378,10 +378,9 @@ class Agent:
 
     def _make_holder(self, folder: Path) -> Holder:
         config = self.config
-        host = {"lan": "*", "loopback": "127.0.0.1"}.get(config.node.host, config.node.host)
         holder = Holder(
             config.node.name,
-            host=host,
+            host=config.node.expert_host,
             port=config.node.expert_port,
             device=config.experts.device,
             threads=config.experts.threads,

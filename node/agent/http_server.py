@@ -37,8 +37,9 @@ class HttpServer:
         # A client that goes away must stop the generation: aiohttp cancels handlers only when asked to.
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await runner.setup()
-        host = {"lan": None, "loopback": "127.0.0.1"}.get(self._config.node.host, self._config.node.host)
-        site = web.TCPSite(runner, host, self._config.node.port)
+        hosts = self._config.node.listen_hosts
+        # None: every interface, by those of IPv4 and IPv6 that the machine has.
+        site = web.TCPSite(runner, None if len(hosts) > 1 else hosts[0], self._config.node.port)
         try:
             await site.start()
         except OSError as error:

@@ -34,15 +34,14 @@ async def check_port(session: aiohttp.ClientSession, config: Config, name: str, 
     if name == "expert port" and not config.experts.enabled:
         return Check(name, "ok", f"{port} is not used: [experts] enabled is false")
     setting = "[node] expert_port (--node-expert-port)" if name == "expert port" else "[node] port (--port)"
-    host = {"lan": "", "loopback": "127.0.0.1"}.get(config.node.host, config.node.host)
-    problem = await asyncio.to_thread(_bind_problem, host, port)
+    problem = await asyncio.to_thread(_bind_problem, config.node.listen_hosts[0], port)
     if problem is None:
         return Check(name, "ok", f"{port} is free")
     if problem.errno != errno.EADDRINUSE:
         advice = "Set [node] host to an address of this machine" if problem.errno == errno.EADDRNOTAVAIL else ""
         advice = advice or f"Set another {setting}"
         return Check(name, "failed", f"{port} on {config.node.host} cannot be used: {problem.strerror}", advice)
-    url = _url(host or "127.0.0.1", port)
+    url = f"http://{config.node.local_url_host}:{port}"
     health = await _get(session, f"{url}/health")
     if health is not None and name == "agent port":
         health = await _get(session, f"{url}/status")
@@ -58,7 +57,7 @@ async def check_port(session: aiohttp.ClientSession, config: Config, name: str, 
 
 def _bind_problem(host: str, port: int) -> OSError | None:
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as sock:
             # As the servers do it: what is left of closed connections does not count.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

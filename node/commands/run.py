@@ -61,7 +61,7 @@ async def _greet(agent: Agent, config: Config) -> None:
     await agent.listening.wait()
     console = Console(stderr=True, highlight=False)
     if config.log.format == "text":
-        host = "127.0.0.1" if config.node.host in ("lan", "loopback") else config.node.host
+        host = config.node.local_url_host
         console.print(
             f"[bold]{config.node.name}[/] of swarm {config.swarm.name!r} answers at [bold]http://{host}:{agent.port}/v1[/]"
             f" and offers {agent.memory_bytes / 2**30:.1f} GiB for experts. Ctrl-C ends it."

@@ -102,8 +102,7 @@ class Peering:
     async def run(self, client: PeerClient, port: int, started: asyncio.Event) -> None:
         """Until cancelled; then the others are told. Raises OSError if ``port`` cannot be had for UDP."""
         self._client, self._port = client, port
-        host = self._config.node.host
-        hosts = {"lan": ["0.0.0.0", "::"], "loopback": ["127.0.0.1"]}.get(host, [host])
+        hosts = self._config.node.listen_hosts
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.service.run(hosts, port, started), name="gossip")
             await started.wait()
@@ -123,16 +122,15 @@ class Peering:
             )
             self._discovery.set_addresses(self.addresses)
             tasks.create_task(self._discovery.run(), name="discovery")
-            if host == "lan":
+            if self._config.node.host == "lan":
                 tasks.create_task(watch_interfaces(self._rules, self._interfaces_changed), name="interfaces")
 
     # --- this machine
 
     def _own_addresses(self) -> tuple[LocalAddress, ...]:
-        host = {"loopback": "127.0.0.1"}.get(self._config.node.host, self._config.node.host)
-        if host != "lan":
-            return (LocalAddress(host, "", 0),)
-        return tuple(local_addresses(self._rules)[0])
+        if self._config.node.host == "lan":
+            return tuple(local_addresses(self._rules)[0])
+        return (LocalAddress(self._config.node.listen_hosts[0], "", 0),)
 
     def _interfaces_changed(self, addresses: Sequence[LocalAddress]) -> None:
         if tuple(addresses) == self.addresses:

@@ -177,6 +177,22 @@ class NodeSettings:
         "other thread wants its core. An idle node sleeps in any case. 0 saves power and costs up to a fifth of the speed.",
     )
 
+    @property
+    def listen_hosts(self) -> tuple[str, ...]:
+        """The addresses to listen at; for "lan" those that stand for every interface, of IPv4 and of IPv6."""
+        return {"lan": ("0.0.0.0", "::"), "loopback": ("127.0.0.1",)}.get(self.host, (self.host,))
+
+    @property
+    def expert_host(self) -> str:
+        """The same as the expert server's ``--host`` takes it."""
+        return "*" if self.host == "lan" else self.listen_hosts[0]
+
+    @property
+    def local_url_host(self) -> str:
+        """The host of a URL by which this machine reaches its own node."""
+        host = "127.0.0.1" if self.host == "lan" else self.listen_hosts[0]
+        return f"[{host}]" if ":" in host else host
+
 
 @dataclass(frozen=True)
 class SwarmSettings:

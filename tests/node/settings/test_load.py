@@ -94,6 +94,20 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.parametrize(
+    ("host", "listen", "expert", "url"),
+    [
+        ("lan", ("0.0.0.0", "::"), "*", "127.0.0.1"),
+        ("loopback", ("127.0.0.1",), "127.0.0.1", "127.0.0.1"),
+        ("192.168.1.5", ("192.168.1.5",), "192.168.1.5", "192.168.1.5"),
+        ("fd00::5", ("fd00::5",), "fd00::5", "[fd00::5]"),
+    ],
+)
+def test_where_a_node_listens_and_is_reached(host: str, listen: tuple[str, ...], expert: str, url: str) -> None:
+    node = load(environ={"SWARM_NODE_HOST": host}).node
+    assert (node.listen_hosts, node.expert_host, node.local_url_host) == (listen, expert, url)
+
+
 # The table and its document
 
 
