@@ -202,13 +202,13 @@ def _ask(options: argparse.Namespace) -> Coroutine[Any, Any, int]:
 
 
 def _status(options: argparse.Namespace) -> Coroutine[Any, Any, int]:
-    from node.commands.ask import run_status
+    from node.commands.status import run_status
 
     return run_status(options)
 
 
 def _peers(options: argparse.Namespace) -> Coroutine[Any, Any, int]:
-    from node.commands.ask import run_peers
+    from node.commands.peers import run_peers
 
     return run_peers(options)
 

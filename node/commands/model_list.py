@@ -50,11 +50,11 @@ def add_prune(parts: Commands) -> None:
 
 async def run_list(options: argparse.Namespace) -> int:
     """Shows the models of cache and swarm."""
-    from node.commands.ask import swarm_status
+    from node.commands.find_node import find_document
 
     cached = await asyncio.to_thread(_store(options).models)
     try:
-        swarm: list[dict[str, Any]] | None = list((await swarm_status(options)).get("catalogue", []))
+        swarm: list[dict[str, Any]] | None = list((await find_document(options, "/status")).get("catalogue", []))
     except SwarmError as error:
         swarm = None
         print(f"swarm-node: the swarm's models are not known: {error}", file=sys.stderr)

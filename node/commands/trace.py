@@ -14,8 +14,8 @@ import aiohttp
 import msgspec
 from rich.console import Console
 
-from node.commands.ask import find_node
 from node.commands.chat import ChatError, stream_chat
+from node.commands.find_node import find_node
 from node.commands.trace_figures import Counters, Figures, Requests, Snapshot, TraceError, decode, difference, figures
 from node.commands.trace_screen import HEIGHT, ms_text, trace_lines
 from node.errors import SwarmError

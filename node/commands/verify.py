@@ -221,7 +221,7 @@ async def _nodes(
     """The subject under the id by which the swarm knows its model, and the live nodes that hold some of its experts."""
     from dataclasses import replace
 
-    from node.commands.ask import find_node, get_document
+    from node.commands.find_node import find_node, get_document
     from node.commands.verify_matrix import NodeBackend
     from node.expert_server.client import ExpertClient
     from node.models.hashing import local_manifest

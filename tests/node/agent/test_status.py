@@ -19,8 +19,9 @@ from rich.console import Console
 
 from node.agent import machine
 from node.agent.agent import Agent
-from node.agent.status import metrics_text, print_status, status_document
+from node.agent.status import metrics_text, status_document
 from node.api.front_door import Door
+from node.commands.status import print_status
 from node.metrics import Counters
 from node.models.demo import demo_model
 from node.peers.identity import hold_identity
