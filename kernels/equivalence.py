@@ -69,11 +69,11 @@ class _Rows:
     n_outputs: int = 0
     n_not_finite: int = 0
     max_abs: float = 0.0
-    pieces: list[NDArray[np.float64]] = field(default_factory=list)  # [4, n] each
+    parts: list[NDArray[np.float64]] = field(default_factory=list)  # [4, n] each
 
     @property
     def all(self) -> NDArray[np.float64]:
-        return np.concatenate([np.zeros((4, 0)), *self.pieces], axis=1)
+        return np.concatenate([np.zeros((4, 0)), *self.parts], axis=1)
 
 
 class Tally:
@@ -97,7 +97,7 @@ class Tally:
         difference = x - y
         rows.max_abs = max(rows.max_abs, float(np.abs(difference).max()))
         products = (x * x, y * y, x * y, difference * difference)
-        rows.pieces.append(np.stack([product.sum(axis=1) for product in products]))
+        rows.parts.append(np.stack([product.sum(axis=1) for product in products]))
 
     def experts(self) -> Mapping[int, ExpertComparison]:
         """The figures of each expert, by its id, ascending."""

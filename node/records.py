@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from node.errors import SwarmError
+from node.slices import Slice
 
 VERSION = 1
 
@@ -29,10 +30,6 @@ RATE_MAX = 1e15
 OFFERS_MAX = 16
 Rate = Annotated[float, Meta(ge=0, le=RATE_MAX)]
 ModelId = Annotated[str, Meta(pattern="^[0-9a-z-]{1,64}\\Z")]
-# (layer, first expert, last expert), both included
-Slice = tuple[
-    Annotated[int, Meta(ge=0, le=1023)], Annotated[int, Meta(ge=0, le=65535)], Annotated[int, Meta(ge=0, le=65535)]
-]
 Slices = Annotated[tuple[Slice, ...], Meta(max_length=8192)]
 
 
@@ -145,9 +142,9 @@ def decode(body: bytes) -> Record:
         record: Record = msgspec.json.decode(body, type=Record)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise RecordError(f"not a record: {error}") from None
-    for _, first, last in _slices(record):
-        if last < first:
-            raise RecordError(f"a slice of experts {first} to {last}", node=record.name)
+    for one in _slices(record):
+        if one.last < one.first:
+            raise RecordError(f"a slice of experts {one.first} to {one.last}", node=record.name)
     return record
 
 

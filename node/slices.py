@@ -1,13 +1,35 @@
-"""Arithmetic on slices (layer, first expert, last expert), both ends included. Pure.
+"""Slices, which are neighbouring experts of a layer, and arithmetic on them. Pure.
 
-A node may hold more than a plan asks of it, and in other pieces: what counts is that each expert is held.
+A node may hold more than a plan asks of it, and cut otherwise: what counts is that each expert is held.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated, NamedTuple
 
-Slice = tuple[int, int, int]
+from msgspec import Meta
+
+LAYER_MAX = 1023
+EXPERT_MAX = 65535
+
+
+class Slice(NamedTuple):
+    """The experts `first` to `last`, both included, of a layer. In JSON the array of the three.
+
+    The bounds are checked where a slice is decoded; that `last` is not below `first` is for the decoder's caller.
+    """
+
+    layer: Annotated[int, Meta(ge=0, le=LAYER_MAX)]
+    first: Annotated[int, Meta(ge=0, le=EXPERT_MAX)]
+    last: Annotated[int, Meta(ge=0, le=EXPERT_MAX)]
+
+    @property
+    def n_experts(self) -> int:
+        return self.last - self.first + 1
+
+    def __str__(self) -> str:
+        return f"layer {self.layer}, experts {self.first} to {self.last}"
 
 
 def gaps(wanted: Sequence[Slice], held: Sequence[Slice]) -> list[Slice]:
@@ -24,21 +46,21 @@ def gaps(wanted: Sequence[Slice], held: Sequence[Slice]) -> list[Slice]:
             if held_last < next_needed or held_first > last:
                 continue
             if held_first > next_needed:
-                missing.append((layer, next_needed, held_first - 1))
+                missing.append(Slice(layer, next_needed, held_first - 1))
             next_needed = max(next_needed, held_last + 1)
         if next_needed <= last:
-            missing.append((layer, next_needed, last))
+            missing.append(Slice(layer, next_needed, last))
     return missing
 
 
 def surplus(wanted: Sequence[Slice], held: Sequence[Slice]) -> list[Slice]:
     """The slices of ``held`` of which ``wanted`` has no expert, in order."""
-    return sorted(h for h in held if not any(w[0] == h[0] and w[1] <= h[2] and h[1] <= w[2] for w in wanted))
+    return sorted(one for one in held if not any(_overlap(one, other) for other in wanted))
 
 
 def count(slices: Sequence[Slice]) -> int:
     """How many (layer, expert) pairs the slices have."""
-    return sum(last - first + 1 for _, first, last in slices)
+    return sum(one.n_experts for one in slices)
 
 
 def describe(slices: Sequence[Slice], limit: int = 4) -> str:
@@ -59,3 +81,7 @@ def describe(slices: Sequence[Slice], limit: int = 4) -> str:
         parts.append(f"layer{'s' * (len(layers) > 1)} {shown} {experts}")
     more = len(parts) - limit
     return "; ".join(parts[:limit]) + (f"; and {more} more" if more > 0 else "")
+
+
+def _overlap(one: Slice, other: Slice) -> bool:
+    return one.layer == other.layer and one.first <= other.last and other.first <= one.last

@@ -17,6 +17,7 @@ from node import environment
 from node.expert_server.process import ExpertProcess, SliceOrder
 from node.expert_server.speed import SWIGLU_PROGRAM
 from node.router.table import RoutingNode, RoutingSlice, RoutingTable, even_split
+from node.slices import Slice
 
 N_EMBD, N_FF, N_EXPERT = 3072, 4, 8
 
@@ -50,7 +51,7 @@ async def call_costs(n_servers: int, rounds: int, poll_us: int, threads: int = 1
                     "bytes": (last - first + 1) * one,
                 }
                 described[f"ffn_{name}_exps.weight"] = {"type": "f32", "ne": list(ne), "parts": [part]}
-            order = SliceOrder(0, first, last, described)
+            order = SliceOrder(Slice(0, first, last), described)
             (answer,) = await server.load("bench", {0: SWIGLU_PROGRAM}, {0: N_EXPERT}, {0: N_EXPERT}, [order])
             if answer.reason is not None:
                 raise SystemExit(f"bench: {answer.reason}")

@@ -18,11 +18,12 @@ from node.expert_server import wire
 from node.expert_server.process import ExpertProcess, SliceOrder
 from node.expert_server.speed import SWIGLU_PROGRAM
 from node.models.index import ModelIndex
+from node.slices import Slice
 
 LAYER = 0
 # An emulated processor takes minutes for what this machine's computes in a second.
 WITHIN_S = 3600
-# A body that a server takes without knowing the layer; larger calls are sent in pieces.
+# A body that a server takes without knowing the layer; larger calls are sent in parts.
 MAX_ROWS = 512
 # Mesa's software driver takes no tensor above 128 MiB, which are 53 experts of the large layer.
 SLICE_EXPERTS = 32
@@ -102,7 +103,7 @@ class Server:
         for first in range(0, index.n_expert, SLICE_EXPERTS):
             last = min(first + SLICE_EXPERTS, index.n_expert) - 1
             tensors = {name: part.to_json() for name, part in index.slice_parts(LAYER, first, last).items()}
-            orders.append(SliceOrder(LAYER, first, last, tensors))
+            orders.append(SliceOrder(Slice(LAYER, first, last), tensors))
         answers = await process.load(
             index.model_id, {LAYER: SWIGLU_PROGRAM}, {LAYER: index.n_expert}, {LAYER: index.n_expert_used}, orders
         )
@@ -115,7 +116,7 @@ class Server:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=WITHIN_S)) as session:
             yield Connection(process, index, session)
         for order in orders:
-            await process.drop(index.model_id, LAYER, order.first, order.last)
+            await process.drop(index.model_id, order.slice)
 
     async def stop(self) -> None:
         await self._process.stop()

@@ -337,7 +337,7 @@ class Agent:
         router = record.router
         assert router is not None
         if router.state != "ready":
-            missing = [piece for slices in router.not_ready.values() for piece in slices]
+            missing = [one for slices in router.not_ready.values() for one in slices]
             missing += router.plan.missing if router.plan is not None else ()
             code = "missing_slices" if missing else "model_loading"
             return Unavailable(code, f"The model is not ready: {self.waits_for(router)}", missing=missing)
@@ -374,7 +374,7 @@ class Agent:
         activity = f"{found[0].name} is {found[0].activity}" if found is not None and found[0].activity else ""
         return readiness.waits_for(router, names, activity)
 
-    # --- pieces
+    # --- parts
 
     def _make_holder(self, folder: Path) -> Holder:
         config = self.config

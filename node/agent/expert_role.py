@@ -125,14 +125,14 @@ class Holder:
         index, programs, wanted = self._wanted
         await self._alive.wait()
         if self._held_model is not None and self._held_model.model_id != index.model_id:
-            for piece in list(self._held):
-                await self._drop(piece)
+            for held in list(self._held):
+                await self._drop(held)
         self._held_model = index
         to_load = gaps(wanted, list(self._held))
-        needed = sum(self._bytes(index, piece) for piece in to_load)
-        for piece in surplus(wanted, list(self._held)):
+        needed = sum(self._bytes(index, one) for one in to_load)
+        for unneeded in surplus(wanted, list(self._held)):
             if sum(self._held.values()) + needed > self._memory_bytes:
-                await self._drop(piece)
+                await self._drop(unneeded)
         if not to_load:
             self._tell(self._note())
             return
@@ -140,7 +140,7 @@ class Holder:
             return
         await asyncio.to_thread(self._check_file, index)
         digests = await asyncio.to_thread(self._digests, index, to_load)
-        layers = {layer: programs.layers[layer] for layer, _, _ in to_load}
+        layers = {one.layer: programs.layers[one.layer] for one in to_load}
         answers = await self.process.load(
             index.model_id,
             {layer: program.text for layer, program in layers.items()},
@@ -148,21 +148,21 @@ class Holder:
             {layer: program.n_used for layer, program in layers.items()},
             [
                 SliceOrder(
-                    *(layer, first, last),
-                    {n: t.to_json() for n, t in index.slice_parts(layer, first, last).items()},
-                    sha256=digests.get((layer, first, last), ()),
+                    one,
+                    {name: tensor.to_json() for name, tensor in index.slice_parts(*one).items()},
+                    sha256=digests.get(one, ()),
                 )
-                for layer, first, last in to_load
+                for one in to_load
             ],
         )
         problems = []
         for answer in answers:
             if answer.reason is None:
-                self._held[answer.layer, answer.first, answer.last] = answer.memory_bytes
+                self._held[answer.slice] = answer.memory_bytes
                 if answer.note:
-                    self._notes[answer.layer, answer.first, answer.last] = answer.note
+                    self._notes[answer.slice] = answer.note
             else:
-                problems.append(f"layer {answer.layer}, experts {answer.first} to {answer.last}: {answer.reason}")
+                problems.append(f"{answer.slice}: {answer.reason}")
         if problems:
             raise SwarmError("; ".join(problems[:3]))
         self._tell(self._note())
@@ -184,33 +184,32 @@ class Holder:
             providing.cancel()
             await asyncio.gather(providing, changed, return_exceptions=True)
 
-    async def _drop(self, piece: Slice) -> None:
+    async def _drop(self, held: Slice) -> None:
         assert self._held_model is not None
-        self._held.pop(piece)
-        self._notes.pop(piece, None)
+        self._held.pop(held)
+        self._notes.pop(held, None)
         self._on_change()
-        await self.process.drop(self._held_model.model_id, *piece)
+        await self.process.drop(self._held_model.model_id, held)
 
     def _slice_withdrawn(self, model_id: str, answer: SliceAnswer) -> None:
         """A slice that was ready failed its proof later: it is tried again, on another device if there is one."""
         if self._held_model is None or self._held_model.model_id != model_id:
             return
-        if self._held.pop((answer.layer, answer.first, answer.last), None) is not None:
-            self._notes.pop((answer.layer, answer.first, answer.last), None)
-            self._tell(f"layer {answer.layer}, experts {answer.first} to {answer.last}: {answer.reason}")
+        if self._held.pop(answer.slice, None) is not None:
+            self._notes.pop(answer.slice, None)
+            self._tell(f"{answer.slice}: {answer.reason}")
             self._wanted_changed.set()
 
     def _note(self) -> str:
-        """Of the slices that are on another device than was meant: which, and why."""
+        """Which slices are on another device than was meant, and why."""
         by_note: dict[str, list[Slice]] = {}
-        for piece in sorted(self._notes):
-            by_note.setdefault(self._notes[piece], []).append(piece)
-        return "; ".join(f"{describe(pieces)} {note}" for note, pieces in by_note.items())
+        for held in sorted(self._notes):
+            by_note.setdefault(self._notes[held], []).append(held)
+        return "; ".join(f"{describe(slices)} {note}" for note, slices in by_note.items())
 
     @staticmethod
-    def _bytes(index: ModelIndex, piece: Slice) -> int:
-        layer, first, last = piece
-        return index.expert_bytes(layer) * (last - first + 1) // max(index.n_expert, 1)
+    def _bytes(index: ModelIndex, one: Slice) -> int:
+        return index.expert_bytes(one.layer) * one.n_experts // max(index.n_expert, 1)
 
     def _check_files(self, model_id: str) -> None:
         index = self._held_model
@@ -228,9 +227,9 @@ class Holder:
             self._alive.clear()
         elif event.kind in ("started", "reloaded") and (event.kind == "reloaded" or not self._held):
             # A restarted server answers only once it has reloaded what it held.
-            lost = [piece for piece in self._held if (self.model_id, *piece) not in self.process.held]
-            for piece in lost:
-                del self._held[piece]
+            lost = [held for held in self._held if (self.model_id, held) not in self.process.held]
+            for held in lost:
+                del self._held[held]
             if lost:
                 self._wanted_changed.set()
             self._alive.set()

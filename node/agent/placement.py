@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from node.slices import Slice
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -30,10 +32,10 @@ class LayerSize:
 
 @dataclass(frozen=True)
 class Plan:
-    """Slices by node id: (layer, first, last), both included. ``missing``: slices that nobody has memory for."""
+    """Slices by node id. ``missing``: slices that nobody has memory for."""
 
-    slices: Mapping[str, tuple[tuple[int, int, int], ...]]
-    missing: tuple[tuple[int, int, int], ...]
+    slices: Mapping[str, tuple[Slice, ...]]
+    missing: tuple[Slice, ...]
 
 
 def elect(candidates: Sequence[Candidate]) -> Candidate | None:
@@ -52,7 +54,7 @@ def elect(candidates: Sequence[Candidate]) -> Candidate | None:
 def plan(
     candidates: Sequence[Candidate],
     layers: Mapping[int, LayerSize],
-    held: Mapping[str, Sequence[tuple[int, int, int]]] | None = None,
+    held: Mapping[str, Sequence[Slice]] | None = None,
 ) -> Plan:
     """Shares every layer's experts among the nodes, in proportion to the memory they offer.
 
@@ -69,7 +71,7 @@ def plan(
     offered = sum(node.memory_bytes for node in nodes)
     # Everything fits: each node gets its share of the model. It does not: each is filled, and the rest is missing.
     fraction = {n.node_id: n.memory_bytes / max(offered, total_bytes, 1) for n in nodes}
-    slices: dict[str, list[tuple[int, int, int]]] = {node.node_id: [] for node in nodes}
+    slices: dict[str, list[Slice]] = {node.node_id: [] for node in nodes}
     free = {node.node_id: node.memory_bytes for node in nodes}
     missing = []
     carried: dict[str, float] = dict.fromkeys(free, 0.0)
@@ -79,18 +81,18 @@ def plan(
         for node in nodes:
             count = counts[node.node_id]
             if count > 0:
-                slices[node.node_id].append((number, first, first + count - 1))
+                slices[node.node_id].append(Slice(number, first, first + count - 1))
                 free[node.node_id] -= count * layer.expert_bytes
                 first += count
         if first < layer.n_expert:
-            missing.append((number, first, layer.n_expert - 1))
+            missing.append(Slice(number, first, layer.n_expert - 1))
     for node in nodes:
         if not slices[node.node_id]:
             _give_one(node, slices, layers)
     return Plan({node_id: tuple(of_node) for node_id, of_node in slices.items()}, tuple(missing))
 
 
-def _give_one(node: Candidate, slices: dict[str, list[tuple[int, int, int]]], layers: Mapping[int, LayerSize]) -> None:
+def _give_one(node: Candidate, slices: dict[str, list[Slice]], layers: Mapping[int, LayerSize]) -> None:
     """Moves one expert of the longest slice to a node whose share was rounded to nothing, if it can be spared."""
     spare = [
         (first - last, number, node_id, last)
@@ -102,10 +104,10 @@ def _give_one(node: Candidate, slices: dict[str, list[tuple[int, int, int]]], la
         return
     shortened, number, donor, last = min(spare)
     first = last + shortened
-    slices[donor].remove((number, first, last))
+    slices[donor].remove(Slice(number, first, last))
     if last > first:
-        slices[donor] = sorted([*slices[donor], (number, first, last - 1)])
-    slices[node.node_id].append((number, last, last))
+        slices[donor] = sorted([*slices[donor], Slice(number, first, last - 1)])
+    slices[node.node_id].append(Slice(number, last, last))
 
 
 def _counts(
@@ -135,7 +137,7 @@ def _counts(
 def _is_complete(
     nodes: Sequence[Candidate],
     layers: Mapping[int, LayerSize],
-    held: Mapping[str, Sequence[tuple[int, int, int]]],
+    held: Mapping[str, Sequence[Slice]],
 ) -> bool:
     working = {node_id for node_id, slices in held.items() if slices}
     n_experts = sum(layer.n_expert for layer in layers.values())
@@ -143,9 +145,7 @@ def _is_complete(
         return False
     for node in nodes:
         of_node = held.get(node.node_id, ())
-        needed = sum(
-            (last - first + 1) * layers[layer].expert_bytes for layer, first, last in of_node if layer in layers
-        )
+        needed = sum(one.n_experts * layers[one.layer].expert_bytes for one in of_node if one.layer in layers)
         if needed > node.memory_bytes or any(layer not in layers for layer, _, _ in of_node):
             return False
     for number, layer in layers.items():

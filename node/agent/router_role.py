@@ -35,7 +35,7 @@ def table_holds(table: RoutingTable, nodes: Mapping[str, KnownNode]) -> bool:
     by_address = {(known.host, known.record.expert_port): known for known in nodes.values() if known.alive}
     for number, node in enumerate(table.nodes):
         known = by_address.get((node.host, node.port))
-        wanted = [(s.layer, s.first, s.last) for s in table.slices if number in s.nodes]
+        wanted = [Slice(one.layer, one.first, one.last) for one in table.slices if number in one.nodes]
         if known is None or known.record.holds_model != table.model or gaps(wanted, known.record.ready):
             return False
     return True
@@ -140,9 +140,7 @@ class RouterRole:
             RoutingNode(nodes[i].record.name, nodes[i].host, nodes[i].record.expert_port) for i in ids
         )
         slices = tuple(
-            RoutingSlice(layer, first, last, (number,))
-            for number, node_id in enumerate(ids)
-            for layer, first, last in self._plan.slices[node_id]
+            RoutingSlice(*one, (number,)) for number, node_id in enumerate(ids) for one in self._plan.slices[node_id]
         )
         known = self._table
         if known is not None and (known.nodes, known.slices) == (routing_nodes, slices):

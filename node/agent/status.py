@@ -9,7 +9,7 @@ from aiohttp import web
 
 from node.metrics import CONTENT_TYPE, Page
 from node.records import Record
-from node.slices import count
+from node.slices import Slice, count
 
 if TYPE_CHECKING:
     from node.agent.agent import Agent
@@ -127,7 +127,7 @@ def metrics_text(agent: Agent) -> str:
         "swarm_node_experts_ready",
         "gauge",
         "experts of all layers that a node has ready",
-        [(of, count([tuple(s) for s in n["ready"]])) for of, n in nodes],
+        [(of, count([Slice(*one) for one in n["ready"]])) for of, n in nodes],
     )
     page.add(
         "swarm_node_expert_bytes_per_second",

@@ -10,7 +10,7 @@ _END = b"\n\n"
 
 
 class EventStream:
-    """Cuts what llama-server sends into events. A longer event than 4 MiB passes in pieces."""
+    """Cuts what llama-server sends into events. A longer event than 4 MiB passes in parts."""
 
     def __init__(self, api: Api) -> None:
         self._endings = api.value

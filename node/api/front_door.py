@@ -27,6 +27,7 @@ from node.api.turns import Turns
 from node.api.upstream import Relay, Upstream, UpstreamBroken, UpstreamUnreachable
 from node.peers.http import RELAY_PREFIX
 from node.router.engine import ExpertFailure
+from node.slices import Slice
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class There:
 class Unavailable:
     """Nobody can answer now. ``code`` is for programs, such as ``no_router``, ``missing_slices``, ``model_loading``.
 
-    ``missing``: slices (layer, first, last); ``experts``: (first, last); both ends included.
+    ``experts``: first and last, both included.
     """
 
     code: str
@@ -89,7 +90,7 @@ class Unavailable:
     node: str | None = None
     layer: int | None = None
     experts: tuple[int, int] | None = None
-    missing: Sequence[tuple[int, int, int]] = ()
+    missing: Sequence[Slice] = ()
     retry_after_s: int = _RETRY_S
 
 

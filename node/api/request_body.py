@@ -54,9 +54,9 @@ class BodyReader:
             raise self._too_large()
         body = bytearray()
         try:
-            while piece := await self._piece(request, silence_s):
-                body += piece
-                self.held_bytes += len(piece)
+            while chunk := await self._chunk(request, silence_s):
+                body += chunk
+                self.held_bytes += len(chunk)
                 if len(body) > self._limit_bytes:
                     raise self._too_large()
                 if self.held_bytes > self._total_bytes:
@@ -77,7 +77,7 @@ class BodyReader:
         )
 
     @staticmethod
-    async def _piece(request: web.Request, silence_s: float) -> bytes:
+    async def _chunk(request: web.Request, silence_s: float) -> bytes:
         try:
             async with asyncio.timeout(silence_s):
                 return await request.content.readany()

@@ -17,7 +17,7 @@ from node.errors import SwarmError
 
 # An agent on the LAN, or llama-server on loopback, that does not accept a connection in this time is not there.
 _CONNECT_TIMEOUT_S = 5.0
-_PIECE_BYTES = 64 << 10
+_CHUNK_BYTES = 64 << 10
 
 #: The headers of an answer that a client gets. All others are about the connection, or llama-server's own: its CORS
 #: header lets every web page read what it answers.
@@ -123,7 +123,7 @@ class Relay:
             response = await self._session.post(
                 upstream.url,
                 # Handed over whole, a large body would be copied into the transport's buffer at once.
-                data=_pieces(body),
+                data=_chunks(body),
                 headers={**headers, **upstream.headers, "Content-Length": str(len(body))},
                 allow_redirects=False,
             )
@@ -144,9 +144,9 @@ class Relay:
             response.close()
 
 
-async def _pieces(body: bytes) -> AsyncIterator[bytes]:
-    for start in range(0, len(body), _PIECE_BYTES):
-        yield body[start : start + _PIECE_BYTES]
+async def _chunks(body: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(body), _CHUNK_BYTES):
+        yield body[start : start + _CHUNK_BYTES]
 
 
 def _socket(silence_s: float, address: Any) -> socket.socket:
@@ -154,7 +154,7 @@ def _socket(silence_s: float, address: Any) -> socket.socket:
     connection = socket.socket(family, kind, protocol)
     try:
         # Else the kernel takes megabytes of an answer that a slow client will not take, and the router never waits.
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _PIECE_BYTES)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _CHUNK_BYTES)
         notice_vanished(connection, silence_s)
     except BaseException:
         connection.close()

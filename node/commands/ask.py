@@ -19,11 +19,11 @@ async def run_ask(options: argparse.Namespace) -> int:
         url = await find_node(session, options)
         messages = [{"role": "user", "content": options.text}]
         try:
-            async for part in stream_chat(session, url, messages, headers=headers, max_tokens=options.max_tokens):
+            async for chunk in stream_chat(session, url, messages, headers=headers, max_tokens=options.max_tokens):
                 if options.json:
-                    print(json.dumps({"text": part.text, "finish_reason": part.finish_reason}), flush=True)
+                    print(json.dumps({"text": chunk.text, "finish_reason": chunk.finish_reason}), flush=True)
                 else:
-                    print(part.text, end="", flush=True)
+                    print(chunk.text, end="", flush=True)
         except ChatError as error:
             if not options.json:
                 print(flush=True)

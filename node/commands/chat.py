@@ -17,7 +17,7 @@ class ChatError(SwarmError):
 
 
 @dataclass(frozen=True)
-class ChatPiece:
+class ChatChunk:
     """A part of an answer: ``text``; in the last one, ``finish_reason`` and llama-server's ``timings``."""
 
     text: str
@@ -33,7 +33,7 @@ async def stream_chat(
     headers: Mapping[str, str],
     max_tokens: int,
     temperature: float = 0.0,
-) -> AsyncIterator[ChatPiece]:
+) -> AsyncIterator[ChatChunk]:
     """Streams the answer to ``messages``. ``url``: the server's root. Raises ChatError."""
     body = {"messages": list(messages), "stream": True, "max_tokens": max_tokens, "temperature": temperature}
     # llama-server closes a kept connection after a streamed answer, which the next request on it would run into.
@@ -56,7 +56,7 @@ async def stream_chat(
                     raise ChatError(_error_text(data))
                 for choice in event["choices"]:
                     finished = finished or choice["finish_reason"] is not None
-                    yield ChatPiece(choice["delta"].get("content") or "", choice["finish_reason"], event.get("timings"))
+                    yield ChatChunk(choice["delta"].get("content") or "", choice["finish_reason"], event.get("timings"))
     except (aiohttp.ClientError, ConnectionError) as error:
         raise ChatError(f"the router's connection broke: {error or type(error).__name__}") from error
     if not finished:

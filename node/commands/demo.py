@@ -83,12 +83,12 @@ class _Screen:
             table.add_column(heading)
         table.add_row("router", str(swarm.engine.process.pid), swarm.engine.url.rpartition(":")[2], "", "none", "")
         for node in swarm.nodes:
-            experts = sorted({f"{first}-{last}" for _, first, last in node.ranges})
+            experts = sorted({f"{one.first}-{one.last}" for one in node.slices})
             table.add_row(
                 node.name,
                 str(node.process.pid),
                 str(node.process.port),
-                f"{min(node.ranges)[0]}-{max(node.ranges)[0]}",
+                f"{min(node.slices).layer}-{max(node.slices).layer}",
                 ", ".join(experts),
                 f"{node.memory_bytes / 2**20:.1f} MiB",
             )
@@ -100,7 +100,7 @@ class _Screen:
                 pid=node.process.pid,
                 port=node.process.port,
                 memory_bytes=node.memory_bytes,
-                slices=[{"layer": layer, "first": first, "last": last} for layer, first, last in node.ranges],
+                slices=[one._asdict() for one in node.slices],
             )
 
 
@@ -178,12 +178,12 @@ async def _ask(
     started_s = time.monotonic()
     try:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
-            async for piece in stream_chat(
+            async for chunk in stream_chat(
                 session, swarm.engine.url, messages, headers=swarm.engine.headers, max_tokens=options.max_tokens
             ):
-                answer += piece.text
-                timings = dict(piece.timings or timings)
-                screen.answer_text(piece.text)
+                answer += chunk.text
+                timings = dict(chunk.timings or timings)
+                screen.answer_text(chunk.text)
     except ChatError as error:
         # llama-server only says "Compute error."; which node, layer and experts failed comes by the control channel.
         if not failures:
@@ -235,26 +235,26 @@ async def _stdin_lines() -> AsyncGenerator[str, None]:
         return
     loop = asyncio.get_running_loop()
     descriptor = sys.stdin.fileno()
-    pieces: asyncio.Queue[bytes] = asyncio.Queue()
+    chunks: asyncio.Queue[bytes] = asyncio.Queue()
 
     def read() -> None:
         try:
-            piece = os.read(descriptor, 65536)
+            chunk = os.read(descriptor, 65536)
         except OSError:  # the terminal is gone
-            piece = b""
-        if not piece:
+            chunk = b""
+        if not chunk:
             loop.remove_reader(descriptor)
-        pieces.put_nowait(piece)
+        chunks.put_nowait(chunk)
 
     try:
         loop.add_reader(descriptor, read)
     except OSError:  # a file or /dev/null, which never keep one waiting
-        pieces.put_nowait(sys.stdin.buffer.read())
-        pieces.put_nowait(b"")
+        chunks.put_nowait(sys.stdin.buffer.read())
+        chunks.put_nowait(b"")
     try:
         text = b""
-        while piece := await pieces.get():
-            *lines, text = (text + piece).split(b"\n")
+        while chunk := await chunks.get():
+            *lines, text = (text + chunk).split(b"\n")
             for line in lines:
                 yield line.decode(errors="replace")
         if text:

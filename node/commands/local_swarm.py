@@ -26,6 +26,7 @@ from node.models.index import ModelIndex
 from node.router.engine import EngineOptions, ExpertFailure, RouterEngine, router_engine
 from node.router.programs import ModelPrograms
 from node.router.table import RoutingNode, RoutingSlice, RoutingTable, even_split
+from node.slices import Slice
 
 log = logging.getLogger(__name__)
 
@@ -34,11 +35,11 @@ NODE_NAMES = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "thet
 
 @dataclass(frozen=True)
 class LocalNode:
-    """An expert server of the local swarm and what it holds. ``ranges``: (layer, first, last), both included."""
+    """An expert server of the local swarm and what it holds."""
 
     name: str
     process: ExpertProcess
-    ranges: tuple[tuple[int, int, int], ...]
+    slices: tuple[Slice, ...]
     memory_bytes: int
 
 
@@ -171,13 +172,13 @@ async def _beside(*works: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         raise errors.exceptions[0] from None
 
 
-def _shares(programs: ModelPrograms, n_nodes: int) -> list[list[tuple[int, int, int]]]:
-    """What each node holds: (layer, first, last) of every layer."""
+def _shares(programs: ModelPrograms, n_nodes: int) -> list[list[Slice]]:
+    """What each node holds: a slice of every layer."""
     fewest = min(program.n_expert for program in programs.layers.values())
-    shares: list[list[tuple[int, int, int]]] = [[] for _ in range(min(n_nodes, fewest))]
+    shares: list[list[Slice]] = [[] for _ in range(min(n_nodes, fewest))]
     for layer, program in sorted(programs.layers.items()):
         for share, (first, last) in zip(shares, even_split(program.n_expert, len(shares)), strict=True):
-            share.append((layer, first, last))
+            share.append(Slice(layer, first, last))
     return shares
 
 
@@ -198,18 +199,12 @@ async def _load(
     process: ExpertProcess,
     index: ModelIndex,
     programs: ModelPrograms,
-    share: Sequence[tuple[int, int, int]],
+    share: Sequence[Slice],
     on_slice: Callable[[str, SliceAnswer], None] | None,
 ) -> int:
-    layers = {layer: programs.layers[layer] for layer, _, _ in share}
+    layers = {one.layer: programs.layers[one.layer] for one in share}
     orders = [
-        SliceOrder(
-            layer,
-            first,
-            last,
-            {name: tensor.to_json() for name, tensor in index.slice_parts(layer, first, last).items()},
-        )
-        for layer, first, last in share
+        SliceOrder(one, {name: tensor.to_json() for name, tensor in index.slice_parts(*one).items()}) for one in share
     ]
     answers = await process.load(
         index.model_id,
@@ -222,9 +217,9 @@ async def _load(
     for answer in answers:
         if answer.reason is not None:
             raise ModelError(
-                f"experts {answer.first} to {answer.last} cannot be loaded: {answer.reason}",
+                f"experts {answer.slice.first} to {answer.slice.last} cannot be loaded: {answer.reason}",
                 node=process.name,
-                layer=answer.layer,
+                layer=answer.slice.layer,
             )
     return sum(answer.memory_bytes for answer in answers)
 
@@ -233,11 +228,7 @@ def _table(index: ModelIndex, nodes: Sequence[LocalNode], options: LocalSwarmOpt
     return RoutingTable(
         model=index.model_id,
         nodes=tuple(RoutingNode(node.name, "127.0.0.1", node.process.port) for node in nodes),
-        slices=tuple(
-            RoutingSlice(layer, first, last, (number,))
-            for number, node in enumerate(nodes)
-            for layer, first, last in node.ranges
-        ),
+        slices=tuple(RoutingSlice(*one, (number,)) for number, node in enumerate(nodes) for one in node.slices),
         sequence=1,
         term=1,
         reduce=options.reduce,

@@ -50,7 +50,7 @@ def print_status(document: dict[str, Any], console: Console) -> None:
     for node in document["nodes"]:
         state = "alive" if node["alive"] else f"silent for {node['silent_s']:.0f} s"
         role = ", router" if document["router"] and node["node"] == document["router"]["node"] else ""
-        planned, ready = count([tuple(s) for s in node["planned"]]), [tuple(s) for s in node["ready"]]
+        planned, ready = count([Slice(*one) for one in node["planned"]]), [Slice(*one) for one in node["ready"]]
         holds = _holds(ready)
         if planned > count(ready):
             holds += f" ({count(ready)} of {planned} experts ready)"

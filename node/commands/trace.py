@@ -71,11 +71,11 @@ async def _measure(session: aiohttp.ClientSession, url: str, options: argparse.N
     first: Snapshot | None = None
     timings: Mapping[str, Any] = {}
     try:
-        async for piece in stream_chat(session, url, messages, headers=headers, max_tokens=TOKENS_MAX):
+        async for chunk in stream_chat(session, url, messages, headers=headers, max_tokens=TOKENS_MAX):
             # Of any kind: some models think first, which is no text of the answer.
-            if first is None and piece.finish_reason is None:
+            if first is None and chunk.finish_reason is None:
                 first = await _snapshot(session, url)
-            timings = piece.timings or timings
+            timings = chunk.timings or timings
     except ChatError as error:
         raise SwarmError(f"{url}: {error.message}") from error
     after = await _snapshot(session, url)

@@ -160,7 +160,7 @@ async def decisions(
 def _check_device(name: str, answer: SliceAnswer) -> None:
     if answer.note:
         # A node goes on with its CPU, whose results would stand here under another name.
-        raise SwarmError(f"layer {answer.layer}, experts {answer.first} to {answer.last} are {answer.note}", node=name)
+        raise SwarmError(f"{answer.slice} are {answer.note}", node=name)
 
 
 def document(found: dict[str, Decoded]) -> list[dict[str, Any]]:

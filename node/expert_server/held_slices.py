@@ -33,7 +33,7 @@ Changed = Callable[[str, "Model", "Layer"], None]
 
 
 @dataclass(eq=False)
-class Slice:
+class HeldSlice:
     """One contiguous range of a layer's experts; `state` is wanted, loading (or proving itself), ready or failed.
 
     `tensors`: as the order gave them; `sha256`: of each expert's bytes in them, or empty. `note`: why it is not on the device that it was meant for."""
@@ -68,7 +68,7 @@ class Layer:
     n_out: int = 0
     device: str = ""
     store: Any = None
-    slices: dict[tuple[int, int], Slice] = field(default_factory=dict)
+    slices: dict[tuple[int, int], HeldSlice] = field(default_factory=dict)
     ready: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
 
     def refresh(self) -> None:
@@ -119,7 +119,7 @@ class SliceHolder:
         #: Told of a slice that was ready and will not be any more, without having been dropped: as `load` reports it.
         self.on_withdrawn: Report = lambda message: None
 
-    def slices(self) -> Iterator[Slice]:
+    def slices(self) -> Iterator[HeldSlice]:
         for model in self._models.values():
             for layer in model.layers.values():
                 yield from layer.slices.values()
@@ -180,7 +180,7 @@ class SliceHolder:
         model_id = order["model"]
         if not is_model_id(model_id):
             raise SwarmError(f"'{model_id}' is not a model id: 1 to 64 of [0-9a-z-]")
-        wanted: list[Slice] = []
+        wanted: list[HeldSlice] = []
         for part in order["slices"]:
             number, first, last = (int(part[name]) for name in ("layer", "first", "last"))
             try:
@@ -220,7 +220,7 @@ class SliceHolder:
                 self._models.pop(model_id, None)
             self._refresh_limit()
 
-    def _register(self, order: dict[str, Any], model_id: str, number: int, first: int, last: int) -> Slice:
+    def _register(self, order: dict[str, Any], model_id: str, number: int, first: int, last: int) -> HeldSlice:
         program = self._kernels.Program(order["programs"][str(number)])
         n_expert, n_used = int(order["n_expert"][str(number)]), int(order["n_used"][str(number)])
         if number < 0 or not 0 <= first <= last < n_expert or not 1 <= n_used <= n_expert:
@@ -231,11 +231,11 @@ class SliceHolder:
             raise SwarmError("the layer is held with another program or number of experts: drop its slices first")
         known = layer.slices.get((first, last))
         if known is None or known.state == "failed":
-            known = layer.slices[first, last] = Slice(model_id, number, first, last)
+            known = layer.slices[first, last] = HeldSlice(model_id, number, first, last)
             self._refresh(model_id, model, layer)
         elif known.state == "wanted":
             # Another order waits to load it and will report it; this one must not do so twice.
-            return Slice(model_id, number, first, last, state="loading")
+            return HeldSlice(model_id, number, first, last, state="loading")
         return known
 
     def suspect(self, model_id: str, number: int, experts: Sequence[int]) -> None:
@@ -262,7 +262,7 @@ class SliceHolder:
             self._retests.add(task)
             task.add_done_callback(self._retests.discard)
 
-    async def _retest(self, model: Model, layer: Layer, held: Slice) -> None:
+    async def _retest(self, model: Model, layer: Layer, held: HeldSlice) -> None:
         async with self._one_at_a_time:
             if layer.slices.get((held.first, held.last)) is not held or held.state != "loading":
                 return  # dropped meanwhile
@@ -275,7 +275,7 @@ class SliceHolder:
                 await self._withdraw(layer, held, f"after a value that was not finite: {_reason(error)}")
             self._refresh(held.model, model, layer)
 
-    async def _load_one(self, wanted: Slice) -> dict[str, Any]:
+    async def _load_one(self, wanted: HeldSlice) -> dict[str, Any]:
         key = _key_of(wanted)
         model = self._models.get(wanted.model)
         layer = model.layers.get(wanted.layer) if model else None
@@ -293,7 +293,7 @@ class SliceHolder:
         self._refresh_limit()
         return _ready(wanted)
 
-    async def _load_somewhere(self, model: Model, layer: Layer, wanted: Slice) -> None:
+    async def _load_somewhere(self, model: Model, layer: Layer, wanted: HeldSlice) -> None:
         """On this server's device, else on the CPU. Raises what is in the way there."""
         cpu = next((name for name, type in self._devices.items() if type == "cpu"), self._device)
         problem = self._unfit.get(_types(layer, wanted))
@@ -325,7 +325,7 @@ class SliceHolder:
         except Exception as error:
             raise SwarmError(f"{problem}; and on {cpu}: {_reason(error)}") from error
 
-    async def _load_on(self, device: str, model: Model, layer: Layer, wanted: Slice) -> None:
+    async def _load_on(self, device: str, model: Model, layer: Layer, wanted: HeldSlice) -> None:
         loop = asyncio.get_running_loop()
         store, info = await loop.run_in_executor(self._loader, self._load_weights, device, model, layer, wanted)
         try:
@@ -339,7 +339,7 @@ class SliceHolder:
         layer.n_in, layer.n_out, layer.device, layer.store = n_in, n_out, device, store
         wanted.memory_bytes = int(info.bytes)
 
-    def _load_weights(self, device: str, model: Model, layer: Layer, wanted: Slice) -> tuple[Any, Any]:
+    def _load_weights(self, device: str, model: Model, layer: Layer, wanted: HeldSlice) -> tuple[Any, Any]:
         if device not in model.stores:
             model.stores[device] = self._kernels.ExpertStore(device=device, threads=self._threads)
         store = model.stores[device]
@@ -353,7 +353,9 @@ class SliceHolder:
         }
         return store, store.load(layer.number, layer.program, wanted.first, wanted.last, layer.n_expert, parts)
 
-    async def _prove(self, layer: Layer, wanted: Slice, device: str, store: Any, n_in: int = 0, n_out: int = 0) -> None:
+    async def _prove(
+        self, layer: Layer, wanted: HeldSlice, device: str, store: Any, n_in: int = 0, n_out: int = 0
+    ) -> None:
         """Compares what every expert of the slice answers with what it should (node/expert_server/admission.py). Raises SliceUnfit."""
         if not self.proves:
             return
@@ -378,12 +380,12 @@ class SliceHolder:
             if unfit is not None:
                 raise SliceUnfit(f"its answers are wrong on {device}: {unfit}", unfit)
 
-    def _mark_unfit(self, layer: Layer, held: Slice, error: SliceUnfit) -> None:
+    def _mark_unfit(self, layer: Layer, held: HeldSlice, error: SliceUnfit) -> None:
         # What is wrong is, as far as anybody knows, the device's way with these types.
         if self._devices.get(self._device) != "cpu":
             self._unfit[_types(layer, held)] = error.message
 
-    async def _withdraw(self, layer: Layer, held: Slice, reason: str) -> None:
+    async def _withdraw(self, layer: Layer, held: HeldSlice, reason: str) -> None:
         held.state, held.reason = "failed", reason
         layer.refresh()
         await self._compute.run(partial(layer.store.drop, held.layer, held.first, held.last))
@@ -411,7 +413,7 @@ class SliceUnfit(SwarmError):
         self.unfit = unfit
 
 
-def _expected(golden: Golden, wanted: Slice, expert: int) -> Any:
+def _expected(golden: Golden, wanted: HeldSlice, expert: int) -> Any:
     """What an expert should answer, from the bytes that the model has. Raises SwarmError for others, OSError, ValueError."""
     if wanted.sha256 and golden.sha256(wanted.first, wanted.last, expert) != wanted.sha256[expert - wanted.first]:
         raise SwarmError(
@@ -437,14 +439,14 @@ def _answers(
     return answered
 
 
-def _types(layer: Layer, held: Slice) -> tuple[str, ...]:
+def _types(layer: Layer, held: HeldSlice) -> tuple[str, ...]:
     """The types of weights that the layer's program uses of a slice."""
     return tuple(
         sorted({str(tensor["type"]) for name, tensor in held.tensors.items() if name in layer.program.tensors})
     )
 
 
-def _key_of(held: Slice) -> dict[str, Any]:
+def _key_of(held: HeldSlice) -> dict[str, Any]:
     return _key(held.model, held.layer, held.first, held.last)
 
 
@@ -452,7 +454,7 @@ def _key(model_id: str, layer: int, first: int, last: int) -> dict[str, Any]:
     return {"model": model_id, "layer": layer, "first": first, "last": last}
 
 
-def _ready(held: Slice) -> dict[str, Any]:
+def _ready(held: HeldSlice) -> dict[str, Any]:
     key = _key(held.model, held.layer, held.first, held.last)
     return {"type": "ready", **key, "bytes": held.memory_bytes, **({"note": held.note} if held.note else {})}
 

@@ -23,6 +23,7 @@ from node.expert_server import wire
 from node.metrics import Counters
 from node.parent_death import NO_BACKTRACE, child_environment
 from node.paths import PYTHON_MODULE
+from node.slices import Slice
 
 log = logging.getLogger(__name__)
 
@@ -37,32 +38,28 @@ CRASH_WINDOW_S = 60.0
 # NumPy's threads wait busily for work, which costs the threads that answer calls.
 _ONE_BLAS_THREAD = {"OPENBLAS_NUM_THREADS": "1", "VECLIB_MAXIMUM_THREADS": "1"}
 
-_Key = tuple[str, str, int, int, int]
+# The kind of order, the model and the slice that an answer is for.
+_Key = tuple[str, str, Slice]
 #: An expert server of this build.
 SERVER_COMMAND = (*PYTHON_MODULE, "node.expert_server")
 
 
 @dataclass(frozen=True)
 class SliceOrder:
-    """A slice to load: experts `first` to `last`, both included. `tensors`: per name `type`, `ne` and `parts`, as in
-    docs/protocol.md ("Expert control"). `sha256`: of each expert's bytes, 64 hex digits each, as the model's manifest says; empty:
-    they are not compared."""
+    """A slice to load. `tensors`: per name `type`, `ne` and `parts`, as in docs/protocol.md ("Expert control"). `sha256`:
+    of each expert's bytes, 64 hex digits each, as the model's manifest says; empty: they are not compared."""
 
-    layer: int
-    first: int
-    last: int
+    slice: Slice
     tensors: Mapping[str, Mapping[str, Any]]
     sha256: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
 class SliceAnswer:
-    """What became of a slice order. `reason` is why it failed, None when the slice is ready. `note`: of a slice that is ready, why it
-    is not on the device that it was meant for."""
+    """What became of a slice order. `reason` is why it failed, None when the slice is ready. `note`: why a slice that is
+    ready is not on the device that it was meant for."""
 
-    layer: int
-    first: int
-    last: int
+    slice: Slice
     memory_bytes: int
     reason: str | None
     note: str = ""
@@ -79,6 +76,8 @@ class ProcessEvent:
 
 @dataclass(frozen=True)
 class _HeldSlice:
+    """What it takes to load a slice again."""
+
     program: str
     n_expert: int
     n_used: int
@@ -132,8 +131,8 @@ class ExpertProcess:
         self._start_within_s = start_within_s
         self._on_event = on_event
         self._run: _Run | None = None
-        self._held: dict[tuple[str, int, int, int], _HeldSlice] = {}
-        self._held_bytes: dict[tuple[str, int, int, int], int] = {}
+        self._held: dict[tuple[str, Slice], _HeldSlice] = {}
+        self._held_bytes: dict[tuple[str, Slice], int] = {}
         self._stop_requested = asyncio.Event()
         # What the server said when it began to listen: version, build, host, port, device, devices.
         self.listening: dict[str, Any] = {}
@@ -165,8 +164,8 @@ class ExpertProcess:
         return sum(self._held_bytes.values())
 
     @property
-    def held(self) -> frozenset[tuple[str, int, int, int]]:
-        """What was loaded, and will be again after a crash: (model, layer, first, last)."""
+    def held(self) -> frozenset[tuple[str, Slice]]:
+        """Models and their slices that were loaded, and will be again after a crash."""
         return frozenset(self._held)
 
     @property
@@ -194,16 +193,19 @@ class ExpertProcess:
         Returns an answer for each order, in their order, when all are there; `on_answer` gets each as it comes. Raises
         ExpertProcessExited when the process ends meanwhile.
         """
-        held = [_HeldSlice(programs[one.layer], n_expert[one.layer], n_used[one.layer], one) for one in slices]
+        held = [
+            _HeldSlice(programs[one.slice.layer], n_expert[one.slice.layer], n_used[one.slice.layer], one)
+            for one in slices
+        ]
         return await self._load(self._current(), model, held, on_answer)
 
-    async def drop(self, model: str, layer: int, first: int, last: int) -> None:
+    async def drop(self, model: str, dropped: Slice) -> None:
         """Has a slice dropped and waits until it is. Raises ExpertProcessExited."""
         run = self._current()
-        self._held.pop((model, layer, first, last), None)
-        self._held_bytes.pop((model, layer, first, last), None)
-        answer = self._expect(run, ("drop", model, layer, first, last))
-        await self._send(run, {"type": "drop", "model": model, "layer": layer, "first": first, "last": last})
+        self._held.pop((model, dropped), None)
+        self._held_bytes.pop((model, dropped), None)
+        answer = self._expect(run, ("drop", model, dropped))
+        await self._send(run, {"type": "drop", "model": model, **dropped._asdict()})
         await answer
 
     async def wait(self) -> int:
@@ -303,7 +305,7 @@ class ExpertProcess:
     async def _reload(self) -> None:
         """Has everything loaded that was held before. A slice that cannot be loaded any more is no longer held."""
         by_model: dict[str, list[_HeldSlice]] = {}
-        for (model, *_), held in self._held.items():
+        for (model, _), held in self._held.items():
             by_model.setdefault(model, []).append(held)
         if not by_model:
             return
@@ -313,13 +315,13 @@ class ExpertProcess:
                 await asyncio.to_thread(self.check_files, model)
             except SwarmError as error:
                 for held in slices:
-                    self._held.pop((model, held.order.layer, held.order.first, held.order.last), None)
+                    self._held.pop((model, held.order.slice), None)
                 failed.append(str(error))
                 continue
             for answer in await self._load(self._current(), model, slices, None):
                 if answer.reason is not None:
-                    self._held.pop((model, answer.layer, answer.first, answer.last), None)
-                    failed.append(f"layer {answer.layer} experts {answer.first} to {answer.last}: {answer.reason}")
+                    self._held.pop((model, answer.slice), None)
+                    failed.append(f"{answer.slice}: {answer.reason}")
         self._tell("reloaded", "; ".join(failed) or "all slices are ready again")
 
     async def _load(
@@ -328,32 +330,26 @@ class ExpertProcess:
         order = {
             "type": "load",
             "model": model,
-            "programs": {str(held.order.layer): held.program for held in slices},
-            "n_expert": {str(held.order.layer): held.n_expert for held in slices},
-            "n_used": {str(held.order.layer): held.n_used for held in slices},
+            "programs": {str(held.order.slice.layer): held.program for held in slices},
+            "n_expert": {str(held.order.slice.layer): held.n_expert for held in slices},
+            "n_used": {str(held.order.slice.layer): held.n_used for held in slices},
             "slices": [
-                {"layer": one.layer, "first": one.first, "last": one.last, "tensors": one.tensors}
-                | ({"sha256": list(one.sha256)} if one.sha256 else {})
+                {**one.slice._asdict(), "tensors": one.tensors} | ({"sha256": list(one.sha256)} if one.sha256 else {})
                 for one in (held.order for held in slices)
             ],
         }
-        keys = {("load", model, held.order.layer, held.order.first, held.order.last) for held in slices}
+        keys = {("load", model, held.order.slice) for held in slices}
         if len(keys) != len(slices) or keys & run.answers.keys():
             raise ExpertProcessError("a slice is ordered twice", node=self.name)
-        waiting = [
-            (held, self._expect(run, ("load", model, held.order.layer, held.order.first, held.order.last)))
-            for held in slices
-        ]
+        waiting = [(held, self._expect(run, ("load", model, held.order.slice))) for held in slices]
 
         async def one(held: _HeldSlice, answer: asyncio.Future[dict[str, Any]]) -> SliceAnswer:
             told = await answer
-            where = held.order
             reason = None if told["type"] == "ready" else str(told.get("reason", "no reason given"))
             if reason is None:
-                self._held[model, where.layer, where.first, where.last] = held
-                self._held_bytes[model, where.layer, where.first, where.last] = int(told.get("bytes", 0))
-            note = str(told.get("note", ""))
-            result = SliceAnswer(where.layer, where.first, where.last, int(told.get("bytes", 0)), reason, note)
+                self._held[model, held.order.slice] = held
+                self._held_bytes[model, held.order.slice] = int(told.get("bytes", 0))
+            result = SliceAnswer(held.order.slice, int(told.get("bytes", 0)), reason, str(told.get("note", "")))
             if on_answer is not None:
                 on_answer(result)
             return result
@@ -369,9 +365,8 @@ class ExpertProcess:
 
     def _expect(self, run: _Run, key: _Key) -> asyncio.Future[dict[str, Any]]:
         if key in run.answers:
-            raise ExpertProcessError(
-                f"experts {key[3]} to {key[4]} have an order already", node=self.name, layer=key[2]
-            )
+            _, _, (layer, first, last) = key
+            raise ExpertProcessError(f"experts {first} to {last} have an order already", node=self.name, layer=layer)
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         # The one who waits can be gone when the process ends.
         answer.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -425,7 +420,7 @@ class ExpertProcess:
                 self._withdrawn(message)
                 return
             asked = {"ready": "load", "failed": "load", "dropped": "drop"}[kind]
-            key = (asked, message["model"], message["layer"], message["first"], message["last"])
+            key = (asked, message["model"], _slice(message))
             answer = run.answers.pop(key)
         except (ValueError, KeyError, TypeError):
             log.error("%s: the expert server wrote a line that answers nothing: %r", self.name, line[:200])
@@ -434,12 +429,11 @@ class ExpertProcess:
             answer.set_result(message)
 
     def _withdrawn(self, message: Mapping[str, Any]) -> None:
-        model, layer, first, last = (message[name] for name in ("model", "layer", "first", "last"))
-        self._held.pop((model, layer, first, last), None)
-        self._held_bytes.pop((model, layer, first, last), None)
-        reason = str(message["reason"])
-        self._tell("withdrawn", f"layer {layer}, experts {first} to {last}: {reason}")
-        self.on_withdrawn(model, SliceAnswer(layer, first, last, 0, reason))
+        model, withdrawn, reason = message["model"], _slice(message), str(message["reason"])
+        self._held.pop((model, withdrawn), None)
+        self._held_bytes.pop((model, withdrawn), None)
+        self._tell("withdrawn", f"{withdrawn}: {reason}")
+        self.on_withdrawn(model, SliceAnswer(withdrawn, 0, reason))
 
     async def _end(self, run: _Run) -> None:
         def ask(step: int) -> None:
@@ -460,6 +454,10 @@ class ExpertProcess:
     def _tell(self, kind: str, message: str, returncode: int | None = None) -> None:
         if self._on_event is not None:
             self._on_event(ProcessEvent(kind, message, returncode))
+
+
+def _slice(message: Mapping[str, Any]) -> Slice:
+    return Slice(message["layer"], message["first"], message["last"])
 
 
 def _counters(message: Mapping[str, Any]) -> dict[str, float]:

@@ -212,7 +212,7 @@ class ExpertServer:
             response.force_close()
         try:
             await response.prepare(request)
-            # In pieces, since one large write is one large copy in the event loop.
+            # In parts, since one large write is one large copy in the event loop.
             view = memoryview(reply)
             for start in range(0, len(reply), LARGE_BYTES):
                 await asyncio.wait_for(response.write(view[start : start + LARGE_BYTES]), SILENCE_S)

@@ -361,7 +361,7 @@ def _check_pairs(row: Ints, expert: Ints, n_rows: int, n_expert: int) -> None:
 
 
 def _parts(fields: dict[str, Any]) -> list[Body]:
-    """The fields as a msgpack map, in their order, in pieces: an array is a view of its bytes."""
+    """The fields as a msgpack map, in their order, in parts: an array is a view of its bytes."""
     packer = msgpack.Packer()
     parts: list[Body] = [packer.pack_map_header(len(fields))]
     for name, value in fields.items():

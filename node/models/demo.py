@@ -55,8 +55,8 @@ def demo_model(progress: Progress | None = None, *, n_expert: int = 8, folder: P
     digest = hashlib.sha256(f"{_FORMAT} {n_expert} ".encode())
     try:
         with source.open("rb") as file:
-            while piece := file.read(1 << 20):
-                digest.update(piece)
+            while chunk := file.read(1 << 20):
+                digest.update(chunk)
         target = folder / f"{_STEM}-{n_expert}x-{digest.hexdigest()[:12]}.gguf"
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / f"{_STEM}.lock"):
@@ -167,11 +167,11 @@ def _copy(tensor: TensorInfo) -> Iterator[bytes]:
         file.seek(tensor.offset)
         left = tensor.bytes
         while left:
-            piece = file.read(min(left, 1 << 22))
-            if not piece:
+            chunk = file.read(min(left, 1 << 22))
+            if not chunk:
                 raise ModelError(f"{tensor.path} became shorter while it was read")
-            left -= len(piece)
-            yield piece
+            left -= len(chunk)
+            yield chunk
 
 
 def _cut_columns(tensor: TensorInfo, n_expert: int) -> Iterator[bytes]:

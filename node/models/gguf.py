@@ -146,7 +146,7 @@ class _Malformed(Exception):
 
 
 class _Cursor:
-    """Reads a file's beginning piece by piece. Not memory mapped: a file that shrinks while it is mapped
+    """Reads a file's beginning chunk by chunk. Not memory mapped: a file that shrinks while it is mapped
     kills the process."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
@@ -170,10 +170,10 @@ class _Cursor:
             if in_file > MAX_HEADER_BYTES:
                 raise _Malformed(f"its header is larger than {MAX_HEADER_BYTES} bytes")
             while len(self.data) < end:
-                piece = self._file.read(1 << 20)
-                if not piece:
+                chunk = self._file.read(1 << 20)
+                if not chunk:
                     raise _Malformed(f"the file ends inside its header (at byte {self._dropped + len(self.data)})")
-                self.data += piece
+                self.data += chunk
         self.position = end
         return start
 
@@ -344,7 +344,7 @@ def _pad(position: int, alignment: int) -> int:
 
 @dataclass(frozen=True)
 class NewTensor:
-    """A tensor to be written: `data` gives its bytes in pieces, and is called when their turn comes."""
+    """A tensor to be written: `data` gives its bytes in chunks, and is called when their turn comes."""
 
     name: str
     type: str
@@ -381,9 +381,9 @@ def write_gguf(
     for tensor in tensors:
         expected = tensor_bytes(tensor.type, tensor.ne)
         written = 0
-        for piece in tensor.data():
-            file.write(piece)
-            written += len(piece)
+        for chunk in tensor.data():
+            file.write(chunk)
+            written += len(chunk)
         if written != expected:
             raise ValueError(f"tensor {tensor.name}: {written} bytes of data, expected {expected}")
         file.write(bytes(_pad(expected, 32) - expected))

@@ -19,6 +19,7 @@ from node.bounded_msgpack import unpack_map
 from node.errors import ModelError
 from node.models.index import ModelIndex
 from node.models.pieces import PIECES_MAX, Piece, expert_numbers, pieces
+from node.slices import Slice
 
 VERSION = 1
 _DIGEST_BYTES = 32
@@ -96,15 +97,13 @@ def identified(index: ModelIndex, manifest: Manifest) -> ModelIndex:
     return index.with_model_id(manifest.model_id)
 
 
-def expert_digests(
-    index: ModelIndex, manifest: Manifest, slices: Sequence[tuple[int, int, int]]
-) -> dict[tuple[int, int, int], tuple[str, ...]]:
-    """The SHA-256 of each expert of slices (layer, first, last), 64 hex digits each, by slice. Raises ModelError as `check`."""
+def expert_digests(index: ModelIndex, manifest: Manifest, slices: Sequence[Slice]) -> dict[Slice, tuple[str, ...]]:
+    """The SHA-256 of each expert of slices, 64 hex digits each, by slice. Raises ModelError as `check`."""
     manifest.check(index)
     numbers = expert_numbers(pieces(index))
     return {
-        (layer, first, last): tuple(manifest.sha256[numbers[layer, expert]].hex() for expert in range(first, last + 1))
-        for layer, first, last in slices
+        one: tuple(manifest.sha256[numbers[one.layer, expert]].hex() for expert in range(one.first, one.last + 1))
+        for one in slices
     }
 
 

@@ -29,7 +29,7 @@ from node.models.random_blocks import BLOCK_TYPES, random_blocks
 Progress = Callable[[int, int], None]
 
 # Large enough for few system calls, small enough to stay in a cache.
-_PIECE_BYTES = 1 << 22
+_CHUNK_BYTES = 1 << 22
 # A tensor's random stretch is at least this long, and longer for one with many rows.
 _STRETCH_BYTES = 1 << 22
 _FILE_TYPE_Q4_K_M = 15  # llama.cpp's number for what `llama-quantize … Q4_K_M` makes
@@ -248,19 +248,19 @@ class _Tensors:
         n_blocks = _next_prime(max(_STRETCH_BYTES // block_bytes, n_rows, 2 * n_parts))
         stretch = random_blocks(generator, type, min(n_blocks, tensor_bytes(type, ne) // block_bytes), spread)
         for start in generator.choice(len(stretch), n_parts, replace=False).tolist() if n_parts > 1 else [0]:
-            for piece in _repeat(stretch.reshape(-1), start * block_bytes, part_bytes):
-                self._done_bytes += len(piece)
+            for chunk in _repeat(stretch.reshape(-1), start * block_bytes, part_bytes):
+                self._done_bytes += len(chunk)
                 self._watcher(self._done_bytes)
-                yield piece
+                yield chunk
 
 
 def _repeat(stretch: NDArray[np.uint8], start: int, count: int) -> Iterator[bytes]:
     """`count` bytes of `stretch`, repeated without end, from `start` on."""
     while count:
-        piece = stretch[start : start + min(count, _PIECE_BYTES)].tobytes()
-        count -= len(piece)
-        start = (start + len(piece)) % len(stretch)
-        yield piece
+        chunk = stretch[start : start + min(count, _CHUNK_BYTES)].tobytes()
+        count -= len(chunk)
+        start = (start + len(chunk)) % len(stretch)
+        yield chunk
 
 
 def _attention_interval(n_layer: int) -> int:

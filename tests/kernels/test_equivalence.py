@@ -45,14 +45,14 @@ def test_the_figures_are_those_of_the_formulas(seed: int, n_experts: int, n_rows
 
 @settings(deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 7))
-def test_pieces_give_what_the_whole_gives(seed: int, cut: int) -> None:
+def test_parts_give_what_the_whole_gives(seed: int, cut: int) -> None:
     generator = np.random.default_rng(seed)
     a, b = generator.standard_normal((2, 8, 5))
-    whole, pieces = Tally(), Tally()
+    whole, parts = Tally(), Tally()
     whole.add(3, a, b)
-    pieces.add(3, a[:cut], b[:cut])
-    pieces.add(3, a[cut:], b[cut:])
-    one, other = whole.result(), pieces.result()
+    parts.add(3, a[:cut], b[:cut])
+    parts.add(3, a[cut:], b[cut:])
+    one, other = whole.result(), parts.result()
     assert one.n_outputs == other.n_outputs and one.max_abs == other.max_abs
     assert (one.cosine, one.relative_l2, one.worst_row) == pytest.approx(
         (other.cosine, other.relative_l2, other.worst_row)

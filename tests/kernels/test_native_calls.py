@@ -21,6 +21,7 @@ import pytest_asyncio
 import kernels
 from node.expert_server import wire
 from node.expert_server.process import ExpertProcess, SliceOrder
+from node.slices import Slice
 from rigs import calls
 from rigs.fake_server import HEADERS, get, read, until, url
 from rigs.layers import SWIGLU, Layer, program
@@ -41,7 +42,7 @@ def order(layer: Layer, number: int, first: int, last: int) -> SliceOrder:
             offset = layer.offsets[name] + first * one
             part = {"path": str(layer.path), "offset": offset, "bytes": (last - first + 1) * one}
             tensors[name] = {"type": type, "ne": list(ne), "parts": [part]}
-    return SliceOrder(number, first, last, tensors)
+    return SliceOrder(Slice(number, first, last), tensors)
 
 
 async def load(process: ExpertProcess, layer: Layer, number: int, first: int, last: int) -> None:
@@ -272,7 +273,7 @@ async def test_slices_that_go_and_come(
     async with session.ws_connect(url(process)) as opened:
         first = without_times(await by_socket(opened, body))
         assert "y" in first
-        await process.drop(MODEL, 0, 2, 4)
+        await process.drop(MODEL, Slice(0, 2, 4))
         assert msgpack.unpackb(await by_socket(opened, body))["error"]["kind"] == "not_held"
         await load(process, layers["row"], 0, 0, 2)
         error = wire.decode_error(await by_socket(opened, body))
@@ -347,10 +348,10 @@ async def test_large_messages_come_and_go_whole(session: aiohttp.ClientSession, 
             assert without_times(await by_socket(opened, bytes(padded))) == posted
             # In fragments, as any proxy may cut it.
             writer = opened._writer.transport  # type: ignore[attr-defined]
-            pieces = [body[at : at + 70_000] for at in range(0, len(body), 70_000)]
-            for number, piece in enumerate(pieces):
-                first = (0x02 if number == 0 else 0) | (0x80 if number == len(pieces) - 1 else 0)
-                writer.write(struct.pack(">BBQ", first, 0xFF, len(piece)) + bytes(4) + piece)
+            parts = [body[at : at + 70_000] for at in range(0, len(body), 70_000)]
+            for number, part in enumerate(parts):
+                first = (0x02 if number == 0 else 0) | (0x80 if number == len(parts) - 1 else 0)
+                writer.write(struct.pack(">BBQ", first, 0xFF, len(part)) + bytes(4) + part)
             assert without_times(await opened.receive_bytes(timeout=10)) == posted
 
 

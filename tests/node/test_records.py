@@ -23,6 +23,7 @@ from node.records import (
     decode,
     encode,
 )
+from node.slices import Slice
 
 node_ids = st.text("0123456789abcdef", min_size=16, max_size=16)
 counts = st.integers(0, 2**53)
@@ -33,7 +34,7 @@ headers = st.just("") | st.text("0123456789abcdef", min_size=32, max_size=32)
 model_ids = st.text("0123456789abcdefghijklmnopqrstuvwxyz-", min_size=1, max_size=64)
 slices = st.lists(
     st.tuples(st.integers(0, 1023), st.integers(0, 65535), st.integers(0, 65535)).map(
-        lambda s: (s[0], min(s[1:]), max(s[1:]))
+        lambda s: Slice(s[0], min(s[1:]), max(s[1:]))
     ),
     max_size=4,
 ).map(tuple)
@@ -86,12 +87,12 @@ EXAMPLE = Record(
     can_route=True,
     model=Model("0abc", "m.gguf", "qwen3moe", 48, 128, 3 << 30, 15 << 30),
     holds_model="0abc",
-    ready=((0, 0, 63), (1, 0, 63)),
+    ready=(Slice(0, 0, 63), Slice(1, 0, 63)),
     router=Router(
         4,
         "waiting",
-        Plan(2, "0abc", {"0123456789abcdef": ((0, 0, 63), (1, 0, 63))}, ((0, 64, 127),)),
-        {"0123456789abcdef": ((1, 0, 63),)},
+        Plan(2, "0abc", {"0123456789abcdef": (Slice(0, 0, 63), Slice(1, 0, 63))}, (Slice(0, 64, 127),)),
+        {"0123456789abcdef": (Slice(1, 0, 63),)},
     ),
 )
 

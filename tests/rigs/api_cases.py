@@ -105,7 +105,7 @@ MULTIBYTE = 'root ::= "aé😀b\\nUser: ok"'
 STOPS: dict[str, tuple[list[str], dict[str, Any], str, str]] = {
     "across tokens": ([" is Pa"], {}, "The capital of France", "stop"),
     "near miss, then the end": (["Paris.X"], {}, ANSWER, "stop"),
-    "inside a piece": (["ital"], {}, "The cap", "stop"),
+    "inside a chunk": (["ital"], {}, "The cap", "stop"),
     "overlapping": (["l of", " of"], {}, "The capita", "stop"),
     "the limit": ([" is"], {"max_tokens": 5}, "The capital of France", "stop"),
     "across a character of many bytes": (["é😀"], {"grammar": MULTIBYTE}, "a", "stop"),

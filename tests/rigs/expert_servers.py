@@ -21,6 +21,7 @@ from node.expert_server.process import ExpertProcess, SliceOrder
 from node.models.index import ModelIndex, read_model
 from node.router.programs import EXPERT_TENSOR_PATTERN, ModelPrograms, read_programs, swarm_backend_path
 from node.router.table import RoutingNode, RoutingSlice, RoutingTable, even_split
+from node.slices import Slice
 
 T = TypeVar("T")
 
@@ -78,7 +79,7 @@ class Servers:
         """Loads a model's experts, and drops them on leaving. Layers with fewer experts than servers use fewer."""
         index = read_model(model)
         programs = self.programs(index)
-        ranges = []
+        owned = []
         for layer, program in programs.layers.items():
             shares = even_split(program.n_expert, len(self.processes))
             if uneven and len(shares) > 1:
@@ -86,9 +87,9 @@ class Servers:
                 shares = [(0, 0)] + [
                     (first + 1, last + 1) for first, last in even_split(program.n_expert - 1, len(shares) - 1)
                 ]
-            ranges += [(layer, first, last, number) for number, (first, last) in enumerate(shares)]
+            owned += [(Slice(layer, first, last), number) for number, (first, last) in enumerate(shares)]
         for number, process in enumerate(self.processes):
-            mine = [(layer, first, last) for layer, first, last, owner in ranges if owner == number]
+            mine = [one for one, owner in owned if owner == number]
             answers = self.run(
                 process.load(
                     index.model_id,
@@ -96,13 +97,8 @@ class Servers:
                     {layer: program.n_expert for layer, program in programs.layers.items()},
                     {layer: program.n_used for layer, program in programs.layers.items()},
                     [
-                        SliceOrder(
-                            layer,
-                            first,
-                            last,
-                            {name: t.to_json() for name, t in index.slice_parts(layer, first, last).items()},
-                        )
-                        for layer, first, last in mine
+                        SliceOrder(one, {name: t.to_json() for name, t in index.slice_parts(*one).items()})
+                        for one in mine
                     ],
                 )
             )
@@ -110,7 +106,7 @@ class Servers:
         table = RoutingTable(
             model=index.model_id,
             nodes=tuple(RoutingNode(p.name, "127.0.0.1", p.port) for p in self.processes),
-            slices=tuple(RoutingSlice(layer, first, last, (owner,)) for layer, first, last, owner in ranges),
+            slices=tuple(RoutingSlice(*one, (owner,)) for one, owner in owned),
             sequence=1,
             term=1,
             reduce=reduce,
@@ -120,9 +116,9 @@ class Servers:
         try:
             yield HeldModel(self, index, programs, table)
         finally:
-            for layer, first, last, owner in ranges:
+            for one, owner in owned:
                 if self.processes[owner].running:
-                    self.run(self.processes[owner].drop(index.model_id, layer, first, last))
+                    self.run(self.processes[owner].drop(index.model_id, one))
 
 
 class HeldModel:

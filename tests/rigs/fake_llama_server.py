@@ -1,4 +1,4 @@
-"""A llama-server for tests, whose answers the test writes, piece by piece, while it looks at what the client gets."""
+"""A llama-server for tests, whose answers the test writes, chunk by chunk, while it looks at what the client gets."""
 
 from __future__ import annotations
 

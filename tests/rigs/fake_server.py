@@ -12,6 +12,7 @@ import numpy as np
 
 from node.expert_server import wire
 from node.expert_server.process import ExpertProcess, SliceAnswer, SliceOrder
+from node.slices import Slice
 from rigs import fake_kernels
 
 COMMAND = (sys.executable, str(Path(__file__).parent / "run_fake_server.py"))
@@ -32,13 +33,13 @@ def order(
     # The offset tells the fake reference which weights are meant.
     part = {"path": "model.gguf", "offset": 1000 * layer + first, "bytes": 64}
     tensor = {"type": kind, "ne": [n_in, n_out], "parts": [part]}
-    return SliceOrder(layer, first, last, {"w.weight": tensor})
+    return SliceOrder(Slice(layer, first, last), {"w.weight": tensor})
 
 
 async def load(
     process: ExpertProcess, *orders: SliceOrder, program: str = PROGRAM, model: str = MODEL, n_used: int = N_USED
 ) -> list[SliceAnswer]:
-    layers = {one.layer for one in orders}
+    layers = {one.slice.layer for one in orders}
     programs = dict.fromkeys(layers, program)
     return await process.load(model, programs, dict.fromkeys(layers, N_EXPERT), dict.fromkeys(layers, n_used), orders)
 

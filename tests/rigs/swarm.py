@@ -20,6 +20,7 @@ from node.expert_server.process import ExpertProcess, SliceOrder
 from node.models.demo import demo_model
 from node.router.engine import EngineOptions, ExpertFailure, RouterEngine, router_engine
 from node.router.table import RoutingNode, RoutingSlice, RoutingTable
+from node.slices import Slice
 from rigs.expert_servers import HeldModel, Servers
 from rigs.fault_proxy import FaultProxy, fault_proxy
 
@@ -106,12 +107,12 @@ class Rig:
         """Runs what belongs to the servers' event loop."""
         return await asyncio.to_thread(self.held.servers.run, work)
 
-    async def load(self, process: ExpertProcess, ranges: Sequence[tuple[int, int, int]]) -> None:
-        """Loads slices (layer, first, last) into a server."""
+    async def load(self, process: ExpertProcess, slices: Sequence[Slice]) -> None:
+        """Loads slices into a server."""
         index, layers = self.held.index, self.held.programs.layers
         orders = [
-            SliceOrder(layer, first, last, {n: t.to_json() for n, t in index.slice_parts(layer, first, last).items()})
-            for layer, first, last in ranges
+            SliceOrder(one, {name: tensor.to_json() for name, tensor in index.slice_parts(*one).items()})
+            for one in slices
         ]
         answers = await self.run(
             process.load(
@@ -125,22 +126,22 @@ class Rig:
         assert [answer.reason for answer in answers if answer.reason is not None] == []
 
     @property
-    def victim_ranges(self) -> list[tuple[int, int, int]]:
-        return [(one.layer, one.first, one.last) for one in self.table.slices if one.nodes == (1,)]
+    def victim_slices(self) -> list[Slice]:
+        return [Slice(one.layer, one.first, one.last) for one in self.table.slices if one.nodes == (1,)]
 
     async def ask(
-        self, question: str = QUESTION, max_tokens: int = 24, on_piece: Callable[[int], None] | None = None
+        self, question: str = QUESTION, max_tokens: int = 24, on_chunk: Callable[[int], None] | None = None
     ) -> str:
-        """The answer. `on_piece` gets the number of pieces so far. Raises ChatError."""
-        text, n_pieces = "", 0
+        """The answer. `on_chunk` gets the number of chunks so far. Raises ChatError."""
+        text, n_chunks = "", 0
         messages = [{"role": "user", "content": question}]
-        async for piece in stream_chat(
+        async for chunk in stream_chat(
             self.session, self.engine.url, messages, headers=self.engine.headers, max_tokens=max_tokens
         ):
-            text += piece.text
-            n_pieces += 1
-            if on_piece is not None:
-                on_piece(n_pieces)
+            text += chunk.text
+            n_chunks += 1
+            if on_chunk is not None:
+                on_chunk(n_chunks)
         return text
 
     def long_prompt(self) -> str:

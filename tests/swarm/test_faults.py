@@ -115,7 +115,7 @@ async def test_a_killed_server_that_does_not_come_back_by_itself(rig: Rig, phase
     await rig.use_table(nodes=rig.nodes_with(VICTIM, victim.port))
     assert "Connection refused" in (await rig.ask_in_vain()).reason
     await rig.run(victim.start())
-    await rig.load(victim, rig.victim_ranges)
+    await rig.load(victim, rig.victim_slices)
     rig.proxy.target_port = victim.port
     await rig.use_table()
     assert await rig.ask() == ANSWER
@@ -129,8 +129,8 @@ async def test_a_call_in_trouble_goes_over_to_a_newer_table(rig: Rig) -> None:
     spare = ExpertProcess("spare", threads=1, stderr=servers.folder / "spare.log")
     await rig.run(spare.start())
 
-    def fail(n_pieces: int) -> None:
-        if n_pieces == 5:
+    def fail(n_chunks: int) -> None:
+        if n_chunks == 5:
             rig.proxy.mode = "close"
             rig.proxy.after_bytes(1, asked)
 
@@ -141,7 +141,7 @@ async def test_a_call_in_trouble_goes_over_to_a_newer_table(rig: Rig) -> None:
         rig.set_table(nodes=rig.nodes_with("spare", spare.port))
 
     try:
-        await rig.load(spare, rig.victim_ranges)
+        await rig.load(spare, rig.victim_slices)
         assert await rig.ask(LONG_QUESTION, 24, fail) == expected
         assert (await rig.statistics(spare))["calls"] > 0
     finally:
@@ -160,7 +160,7 @@ async def sleeper(rig: Rig) -> ExpertProcess:
     )
     servers.processes.append(process)
     await rig.run(process.start())
-    await rig.load(process, rig.victim_ranges)
+    await rig.load(process, rig.victim_slices)
     return process
 
 
@@ -186,10 +186,10 @@ async def test_calls_stop_when_the_client_goes_away(rig: Rig) -> None:
         headers=rig.engine.headers,
         max_tokens=1500,
     )
-    n_pieces = 0
+    n_chunks = 0
     async for _ in answer:
-        n_pieces += 1
-        if n_pieces == 10:
+        n_chunks += 1
+        if n_chunks == 10:
             break
     await answer.aclose()  # closes the connection: the response was not read to its end
     await asyncio.sleep(1)
@@ -240,17 +240,17 @@ class Watched:
     def pids(self) -> dict[str, int | None]:
         return {"router": self.engine.process.pid, **{node.name: node.process.pid for node in self.swarm.nodes}}
 
-    async def ask(self, question: str, max_tokens: int, on_piece: Callable[[int], None] | None = None) -> str:
-        text, n_pieces = "", 0
+    async def ask(self, question: str, max_tokens: int, on_chunk: Callable[[int], None] | None = None) -> str:
+        text, n_chunks = "", 0
         messages = [{"role": "user", "content": question}]
         async with aiohttp.ClientSession() as session:
-            async for piece in stream_chat(
+            async for chunk in stream_chat(
                 session, self.engine.url, messages, headers=self.engine.headers, max_tokens=max_tokens
             ):
-                text += piece.text
-                n_pieces += 1
-                if on_piece is not None:
-                    on_piece(n_pieces)
+                text += chunk.text
+                n_chunks += 1
+                if on_chunk is not None:
+                    on_chunk(n_chunks)
         return text
 
     async def back(self, name: str, count: int) -> None:
@@ -296,8 +296,8 @@ async def test_a_server_that_is_killed_in_mid_answer_comes_back_and_the_fifth_ti
             next_expected = await running.ask(QUESTION, n_tokens)
             assert len(expected) > 60 and next_expected == ANSWER
 
-            def kill(n_pieces: int) -> None:
-                if n_pieces == 8:
+            def kill(n_chunks: int) -> None:
+                if n_chunks == 8:
                     assert beta.process.pid is not None
                     os.kill(beta.process.pid, signal.SIGKILL)
                     killed_s.append(time.monotonic())

@@ -31,6 +31,7 @@ from node.router.engine import (
     router_engine,
 )
 from node.router.table import RoutingNode, RoutingSlice, RoutingTable
+from node.slices import Slice
 from rigs import swarm as swarm_module
 from rigs.swarm import ANSWER, VICTIM, Rig
 
@@ -63,7 +64,7 @@ async def test_slices_move_to_another_server_between_two_questions(rig: Rig) -> 
     )
     # Asked for one of these now, the former holder would refuse.
     for layer in moved:
-        await rig.run(processes[1].drop(rig.held.index.model_id, layer, 3, 5))
+        await rig.run(processes[1].drop(rig.held.index.model_id, Slice(layer, 3, 5)))
     middle = await pairs(rig)
     assert await rig.ask() == ANSWER
     after = await pairs(rig)
@@ -154,7 +155,7 @@ async def test_a_hold_lasts_as_long_as_it_says(rig: Rig) -> None:
 @module_loop
 async def test_a_slice_that_its_server_does_not_hold_fails_at_once(rig: Rig) -> None:
     layer = sorted(rig.held.programs.layers)[5]
-    await rig.run(rig.victim.drop(rig.held.index.model_id, layer, 3, 5))
+    await rig.run(rig.victim.drop(rig.held.index.model_id, Slice(layer, 3, 5)))
     try:
         started_s = time.monotonic()
         failure = await rig.ask_in_vain()

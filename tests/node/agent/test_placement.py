@@ -10,8 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from node.agent.placement import Candidate, LayerSize, Plan, elect, plan
+from node.slices import Slice
 
-Slice = tuple[int, int, int]
 Layers = dict[int, LayerSize]
 
 node_ids = st.integers(0, 40).map(lambda number: f"{number:016x}")
@@ -154,7 +154,7 @@ def test_a_tiny_node_beside_giants_gets_a_part_and_then_all_stays(small_bytes: i
 def test_a_node_with_room_for_no_expert_does_not_shuffle_the_others() -> None:
     layers = dict.fromkeys(range(2), LayerSize(8, 1000))
     two = [Candidate("1" * 16, 10_000, True), Candidate("2" * 16, 10_000, True)]
-    held = {"1" * 16: ((0, 4, 7), (1, 0, 3)), "2" * 16: ((0, 0, 3), (1, 4, 7))}
+    held = {"1" * 16: (Slice(0, 4, 7), Slice(1, 0, 3)), "2" * 16: (Slice(0, 0, 3), Slice(1, 4, 7))}
     idle = Candidate("0" * 16, 999, True)
     assert plan([idle, *two], layers, held).slices == held
 

@@ -7,6 +7,7 @@ import msgspec
 from node.agent.router_role import KnownNode, table_holds
 from node.records import VERSION, Record, Slices
 from node.router.table import RoutingNode, RoutingSlice, RoutingTable
+from node.slices import Slice
 
 MODEL = "0123456789abcdef"
 TABLE = RoutingTable(
@@ -43,18 +44,18 @@ def _holds(a: KnownNode, b: KnownNode) -> bool:
 
 
 def test_a_table_holds_while_its_slices_are_ready_where_it_says() -> None:
-    a, b = _node(1, ((0, 0, 3),)), _node(2, ((0, 4, 7),))
+    a, b = _node(1, (Slice(0, 0, 3),)), _node(2, (Slice(0, 4, 7),))
     assert _holds(a, b)
-    # Holding more than the table needs, and in other pieces, is as good.
-    assert _holds(_node(1, ((0, 0, 1), (0, 2, 7))), b)
+    # Holding more than the table needs, and cut otherwise, is as good.
+    assert _holds(_node(1, (Slice(0, 0, 1), Slice(0, 2, 7))), b)
 
 
 def test_a_table_does_not_hold_once_a_slice_of_it_is_gone() -> None:
-    a, b = _node(1, ((0, 0, 3),)), _node(2, ((0, 4, 7),))
-    assert not _holds(a, _node(2, ((0, 5, 7),)))
+    a, b = _node(1, (Slice(0, 0, 3),)), _node(2, (Slice(0, 4, 7),))
+    assert not _holds(a, _node(2, (Slice(0, 5, 7),)))
     assert not _holds(a, _node(2, ()))
-    assert not _holds(a, _node(2, ((0, 4, 7),), alive=False))
-    assert not _holds(a, _node(2, ((0, 4, 7),), expert_port=4999))
-    assert not _holds(a, _node(2, ((0, 4, 7),), holds_model="other"))
+    assert not _holds(a, _node(2, (Slice(0, 4, 7),), alive=False))
+    assert not _holds(a, _node(2, (Slice(0, 4, 7),), expert_port=4999))
+    assert not _holds(a, _node(2, (Slice(0, 4, 7),), holds_model="other"))
     assert not table_holds(TABLE, {a.record.node: a})
     assert _holds(a, b)

@@ -31,6 +31,7 @@ from node.api.front_door import DoorOptions, Here, There, Unavailable
 from node.api.request_body import decoded, top_level
 from node.errors import NotAuthenticated
 from node.router.engine import ExpertFailure
+from node.slices import Slice
 from rigs.door import Node, node
 from rigs.fake_llama_server import EVENT_STREAM, JSON, Asked, FakeLlamaServer, fake_llama_server
 
@@ -356,7 +357,7 @@ async def test_who_cannot_answer_says_what_is_missing() -> None:
         node="beta",
         layer=3,
         experts=(2, 4),
-        missing=[(layer, 2, 4) for layer in range(3, 30)],
+        missing=[Slice(layer, 2, 4) for layer in range(3, 30)],
         retry_after_s=7,
     )
     async with node(state) as n, aiohttp.ClientSession() as session:
@@ -386,12 +387,12 @@ async def test_a_too_large_body_is_refused(chunked: bool) -> None:
     async with chain(1, DoorOptions(body_bytes_max=1000)) as c:
         body: Any = b'{"prompt": "' + b"x" * 1000 + b'"}'
 
-        async def pieces() -> AsyncIterator[bytes]:
+        async def chunks() -> AsyncIterator[bytes]:
             yield body
 
         for path, kind in ((CHAT, "invalid_request_error"), (MESSAGES, "request_too_large")):
             async with c.session.post(
-                c.front.url + path, data=pieces() if chunked else body, headers={"Content-Type": "application/json"}
+                c.front.url + path, data=chunks() if chunked else body, headers={"Content-Type": "application/json"}
             ) as response:
                 assert response.status == 413
                 error = (await response.json())["error"]
@@ -506,9 +507,9 @@ class RawClient:
         loop, data = asyncio.get_running_loop(), b""
         async with asyncio.timeout(5):
             while mark not in data:
-                piece = await loop.sock_recv(self.socket, 4096)
-                assert piece, data
-                data += piece
+                chunk = await loop.sock_recv(self.socket, 4096)
+                assert chunk, data
+                data += chunk
         return data
 
     def leave(self, how: str) -> None:

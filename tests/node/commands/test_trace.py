@@ -438,13 +438,13 @@ def counted(passes: int, wait_ms: float = 0.3) -> Counters:
 
 
 class FakeNode:
-    """Gives ``snapshots`` one after the other, and a chat answer of ``pieces`` between them."""
+    """Gives ``snapshots`` one after the other, and a chat answer of ``chunks`` between them."""
 
     def __init__(
-        self, snapshots: Sequence[bytes | tuple[int, bytes]], pieces: Sequence[str] = ("Once", " upon")
+        self, snapshots: Sequence[bytes | tuple[int, bytes]], chunks: Sequence[str] = ("Once", " upon")
     ) -> None:
         self.snapshots = list(snapshots)
-        self.pieces = pieces
+        self.chunks = chunks
         self.asked: list[Any] = []
 
     def app(self) -> web.Application:
@@ -461,8 +461,8 @@ class FakeNode:
         self.asked.append((await request.json(), request.headers.get("Authorization")))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        for piece in self.pieces:
-            event = {"choices": [{"delta": {"content": piece}, "finish_reason": None}]}
+        for chunk in self.chunks:
+            event = {"choices": [{"delta": {"content": chunk}, "finish_reason": None}]}
             await response.write(f"data: {json.dumps(event)}\n\n".encode())
         event = {"choices": [{"delta": {}, "finish_reason": "stop"}], "timings": {"predicted_per_token_ms": 14.5}}
         await response.write(f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n".encode())

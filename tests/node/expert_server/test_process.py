@@ -23,6 +23,7 @@ from node.expert_server import wire
 from node.expert_server.process import ExpertProcess, ProcessEvent
 from node.parent_death import child_environment
 from node.paths import PYTHON_MODULE
+from node.slices import Slice
 from rigs import ROOT
 from rigs.fake_server import COMMAND, MODEL, call, get, is_gone, load, order, post, server, until, url
 
@@ -47,9 +48,9 @@ async def test_load_and_drop() -> None:
             seen.append,
         )
         assert [answer.reason is None for answer in answers] == [True, False, True]
-        assert [answer.layer for answer in answers] == [0, 1, 2] == sorted(answer.layer for answer in seen)
+        assert [answer.slice.layer for answer in answers] == [0, 1, 2] == sorted(answer.slice.layer for answer in seen)
         assert answers[0].memory_bytes == 3 * 16 * 12 * 4
-        await process.drop(MODEL, 0, 2, 4)
+        await process.drop(MODEL, Slice(0, 2, 4))
         async with aiohttp.ClientSession() as session:
             slices = (await get(session, process, "/v1/stats"))[1]["slices"]
         assert [(one["layer"], one["state"]) for one in slices] == [(1, "failed"), (2, "ready")]
@@ -66,7 +67,7 @@ async def test_files_that_changed_are_not_loaded_again_after_a_crash() -> None:
     async with server(order(), on_event=events.append) as process, aiohttp.ClientSession() as session:
         process.check_files = check
         supervising = asyncio.create_task(process.supervise())
-        assert process.held == {(MODEL, 0, 2, 4)} and process.pid is not None
+        assert process.held == {(MODEL, Slice(0, 2, 4))} and process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
         await until(lambda: any(event.kind == "reloaded" for event in events), 10)
         assert asked == [MODEL] and process.held == frozenset()
@@ -91,13 +92,13 @@ def test_a_holder_forgets_what_was_not_loaded_again(tmp_path: Path) -> None:
         environment={},
         on_change=lambda: told.append(None),
     )
-    process = SimpleNamespace(held={(MODEL, 0, 0, 3), (MODEL, 1, 0, 3)})
+    process = SimpleNamespace(held={(MODEL, Slice(0, 0, 3)), (MODEL, Slice(1, 0, 3))})
     holder.process = process  # type: ignore[assignment]
     holder._held_model = SimpleNamespace(model_id=MODEL)  # type: ignore[assignment]
-    holder._held = {(0, 0, 3): 1, (1, 0, 3): 1}
+    holder._held = {Slice(0, 0, 3): 1, Slice(1, 0, 3): 1}
     holder._process_event(ProcessEvent("exited", "", -9))
     assert holder.ready == ()
-    process.held = {(MODEL, 1, 0, 3)}
+    process.held = {(MODEL, Slice(1, 0, 3))}
     holder._process_event(ProcessEvent("reloaded", "the file changed"))
     assert holder.ready == ((1, 0, 3),) and holder._wanted_changed.is_set() and len(told) == 2
 
@@ -112,7 +113,7 @@ async def test_orders_without_a_process_are_refused() -> None:
     await process.stop()
     assert not process.running
     with pytest.raises(ExpertProcessExited):
-        await process.drop(MODEL, 0, 2, 4)
+        await process.drop(MODEL, Slice(0, 2, 4))
     await process.start()
     assert process.running
     await process.stop()
@@ -156,7 +157,7 @@ async def test_abort_in_a_call_costs_the_process_and_it_comes_back_with_its_slic
     ):
         supervising = asyncio.create_task(process.supervise())
         assert (await load(process, order(layer=1), order(layer=2)))[0].reason is None
-        await process.drop(MODEL, 2, 2, 4)
+        await process.drop(MODEL, Slice(2, 2, 4))
         first_pid = process.pid
         with pytest.raises(aiohttp.ClientError):
             await post(session, process, call(model="abort"))
@@ -253,7 +254,7 @@ async def test_counters_and_memory_outlive_a_crash() -> None:
         assert isinstance(await post(session, process, call()), wire.CallReply)
         await until(lambda: process.counters["calls"] == 3)
         assert all(process.counters[name] >= value for name, value in before.items())
-        await process.drop(MODEL, 0, 2, 4)
+        await process.drop(MODEL, Slice(0, 2, 4))
         assert process.held_bytes == 0
         await process.stop()
         await asyncio.wait_for(supervising, 1)

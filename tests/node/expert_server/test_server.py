@@ -22,6 +22,7 @@ import pytest_asyncio
 
 from node.expert_server import wire
 from node.expert_server.process import ExpertProcess
+from node.slices import Slice
 from rigs import calls
 from rigs.fake_server import (
     COMMAND,
@@ -468,7 +469,7 @@ async def test_ready_tells_what_is_missing(session: aiohttp.ClientSession) -> No
         answer = await post(session, process, call(layer=2))
         assert isinstance(answer, wire.CallError) and answer.kind == "not_held"
         for layer in (1, 2):
-            await process.drop(MODEL, layer, 2, 4)
+            await process.drop(MODEL, Slice(layer, 2, 4))
         assert (await get(session, process, "/ready"))[0] == 200
 
 
@@ -486,7 +487,7 @@ async def test_a_slice_that_loads_is_not_ready_and_others_serve(session: aiohttp
             assert isinstance(answer, wire.CallError) and (answer.kind, answer.retry) == ("not_ready", True)
         assert [answer.reason for answer in await loading] == [None, None]
         assert isinstance(await post(session, process, call([[2, 5]])), wire.CallReply)
-        await process.drop(MODEL, 0, 2, 4)
+        await process.drop(MODEL, Slice(0, 2, 4))
         answer = await post(session, process, call([[2, 5]]))
         assert isinstance(answer, wire.CallError) and (answer.kind, answer.experts) == ("not_held", (2,))
 

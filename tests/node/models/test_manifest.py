@@ -18,6 +18,7 @@ from node.models.hashing import local_manifest
 from node.models.index import ModelIndex, read_model
 from node.models.manifest import MANIFEST_BYTES_MAX, Manifest, differing, expert_digests, identified
 from node.models.pieces import PIECES_MAX, expert_numbers, pieces, trunk_numbers
+from node.slices import Slice
 from rigs import model_files, store_cases
 
 digests = st.binary(min_size=32, max_size=32)
@@ -207,7 +208,7 @@ def test_too_long_is_not_read() -> None:
 
 def test_the_digests_of_a_slice_are_those_of_its_experts_bytes() -> None:
     index, manifest, _ = store_cases.source()
-    found = expert_digests(index, manifest, [(1, 2, 4), (0, 5, 5)])
+    found = expert_digests(index, manifest, [Slice(1, 2, 4), Slice(0, 5, 5)])
     assert set(found) == {(1, 2, 4), (0, 5, 5)} and len(found[1, 2, 4]) == 3
     for (layer, first, last), digests in found.items():
         for expert, digest in zip(range(first, last + 1), digests, strict=True):

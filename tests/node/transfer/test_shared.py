@@ -13,6 +13,7 @@ import pytest
 from node.errors import ModelError
 from node.models.index import ModelIndex
 from node.peers.http import PeerClient
+from node.slices import Slice
 from node.transfer.shared import SharedModels
 from node.transfer.stored import StoreFull
 from rigs.store_cases import LARGE, disk_bytes, new_store, piece_bytes, source
@@ -46,16 +47,16 @@ async def test_what_is_no_longer_used_makes_space(tmp_path: Path) -> None:
     async with serving(copy) as node, sharing(node, tmp_path, 9 * expert + header) as shared:
         index = await looked_up(shared, model_id)
         assert shared.is_stored(index) and not shared.has_trunk(index)
-        await shared.provide(index, [(0, 0, 3), (1, 0, 3)])
+        await shared.provide(index, [Slice(0, 0, 3), Slice(1, 0, 3)])
         assert [(offer.id, offer.file, offer.whole) for offer in shared.offers] == [(model_id, "large.gguf", False)]
 
         # All that is there is in use: nothing is dropped, and the error says what would be needed.
-        shared.keep({model_id: ([(0, 0, 3), (1, 0, 3)], False)})
+        shared.keep({model_id: ([Slice(0, 0, 3), Slice(1, 0, 3)], False)})
         with pytest.raises(StoreFull, match=f"no space for {4 * expert} bytes"):
-            await shared.provide(index, [(0, 4, 5), (1, 4, 5)])
+            await shared.provide(index, [Slice(0, 4, 5), Slice(1, 4, 5)])
 
-        shared.keep({model_id: ([(0, 0, 1), (1, 0, 1)], False)})
-        await shared.provide(index, [(0, 0, 1), (0, 4, 5), (1, 4, 5)])
+        shared.keep({model_id: ([Slice(0, 0, 1), Slice(1, 0, 1)], False)})
+        await shared.provide(index, [Slice(0, 0, 1), Slice(0, 4, 5), Slice(1, 4, 5)])
         copied = await shared._open(model_id)
         assert copied is not None
         present = {piece.key[1:] for piece in copy.pieces if piece.number in copied.present}
