@@ -1,4 +1,5 @@
-"""The `call` suite of scripts/bench: what one expert call costs besides computing, from inside the router's transport."""
+"""The `call` suite of scripts/bench: what one expert call costs besides computing, from
+inside the router's transport."""
 
 from __future__ import annotations
 

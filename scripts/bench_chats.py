@@ -1,4 +1,5 @@
-"""The suites of scripts/bench that ask llama-server: `users`, many chats at once, and `failover`, a server that dies in one."""
+"""The suites of scripts/bench that ask llama-server: `users`, many chats at once, and
+`failover`, a server that dies in one."""
 
 from __future__ import annotations
 
@@ -200,7 +201,8 @@ def _both(first: RoutingTable, second: RoutingTable) -> RoutingTable:
 
 def print_failover(rows: list[dict[str, Any]]) -> None:
     print(
-        f"failover (the server of all experts, in the middle of an answer; another holds them too; after {KILLED_AT} tokens)"
+        f"failover (the server of all experts, in the middle of an answer; another holds them too; after {KILLED_AT} "
+        "tokens)"
     )
     print(f"  {'server':8} {'added delay':>12} {'least':>9} {'most':>9}  tokens")
     for row in rows:

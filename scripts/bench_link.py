@@ -1,4 +1,5 @@
-"""Links with a round trip and a rate for scripts/bench, and the suite `lan`: what decoding and reading a prompt take over them."""
+"""Links with a round trip and a rate for scripts/bench, and the suite `lan`: what decoding and
+reading a prompt take over them."""
 
 from __future__ import annotations
 
@@ -161,13 +162,15 @@ def print_lan(rows: list[dict[str, Any]], prompt_tokens: int) -> None:
     print(f"lan (decode; prompt of {prompt_tokens} tokens; experts on one server behind a link)")
     print("  'beyond': time of a token less a round trip per layer, more than on loopback")
     print(
-        f"  {'link':18} {'measured':>9}  {'way':28} {'tokens/s':>9} {'least':>7} {'most':>7} {'beyond':>7} {'prompt':>8}"
+        f"  {'link':18} {'measured':>9}  {'way':28} {'tokens/s':>9} {'least':>7} {'most':>7} {'beyond':>7} "
+        f"{'prompt':>8}"
     )
     for row in rows:
         beyond = "" if row["beyond_round_trips"] is None else f"{row['beyond_round_trips']:+.0%}"
         measured = f"{row['measured_round_trip_ms']:.2f} ms" if row["measured_round_trip_ms"] else ""
         print(
-            f"  {row['link']:18} {measured:>9}  {row['way']:28} {row['decode_tokens_per_s']:9.1f} {row['decode_least']:7.1f} "
+            f"  {row['link']:18} {measured:>9}  {row['way']:28} {row['decode_tokens_per_s']:9.1f} "
+            f"{row['decode_least']:7.1f} "
             f"{row['decode_most']:7.1f} {beyond:>7} {row['prompt_tokens_per_s']:8.1f}"
         )
     print()

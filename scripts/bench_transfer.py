@@ -147,7 +147,8 @@ def _measure(path: Path, folder: Path, repeat: int) -> dict[str, Any]:
 
 
 def _stolen_s() -> float:
-    """Time for which a hypervisor has had this machine's cores run something else, of all of them: lag that nobody here causes."""
+    """Time for which a hypervisor has had this machine's cores run something else, of all of
+    them: lag that nobody here causes."""
     with contextlib.suppress(OSError, IndexError):
         return int(Path("/proc/stat").read_text().split("\n", 1)[0].split()[8]) / os.sysconf("SC_CLK_TCK")
     return 0.0

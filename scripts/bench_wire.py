@@ -1,4 +1,5 @@
-"""The suite `wire` of scripts/bench: bytes of expert calls for each mode and float format, and what the format changes."""
+"""The suite `wire` of scripts/bench: bytes of expert calls for each mode and float
+format, and what the format changes."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 async def wire(options: argparse.Namespace, index: ModelIndex, model: str, folder: Path) -> list[dict[str, Any]]:
-    """Bytes of one token and layer, counted by the Swarm backend, beside the limit; and the distance to stock's words."""
+    """Bytes of one token and layer, counted by the Swarm backend, beside the limit; and
+    the distance to stock's words."""
     rows = []
     text = folder / "text"
     # English prose that is at hand on every machine: the project's own.
@@ -53,8 +55,8 @@ async def wire(options: argparse.Namespace, index: ModelIndex, model: str, folde
                     if reduce == "sum":
                         row["limit"] = servers * (2 * index.n_embd * ITEM_BYTES[dtype] + 200) + 16 * pairs
                     row |= {"divergence": None, "same_top": None}
-                    # One server adds up as stock does; with two, only the order of additions differs: what f32 changes there
-                    # is the measure of what is little.
+                    # One server adds up as stock does; with two, only the order of additions differs: what f32 changes
+                    # there is the measure of what is little.
                     if servers <= 2:
                         output = await output_of("llama-perplexity", [*arguments, "--kl-divergence"], way)
                         row |= {"divergence": _figure(output, "Mean    KLD"), "same_top": _figure(output, "Same top p")}
@@ -72,7 +74,8 @@ def _figure(output: str, name: str) -> float:
 def print_wire(rows: list[dict[str, Any]]) -> None:
     print("wire (bytes of one token and layer, all servers together, frames and messages included)")
     print(
-        "  'limit': servers x (2 x n_embd x bytes of a value + 200) + 16 a pair; KLD: of stock's next-word probabilities"
+        "  'limit': servers x (2 x n_embd x bytes of a value + 200) + 16 a pair; KLD: of stock's next-word "
+        "probabilities"
     )
     print(
         f"  {'servers':>7} {'mode':>5} {'format':>6} {'sent':>8} {'received':>9} {'together':>9} {'limit':>9} "

@@ -1,6 +1,7 @@
 """The same calls through the expert servers of several builds, and NumPy: how alike the results are, as tables.
 
-Started by scripts/equivalence, which makes the builds. Ends with 1 when a result differs by more than kernels/tolerances.py allows.
+Started by scripts/equivalence, which makes the builds. Ends with 1 when a result differs by
+more than kernels/tolerances.py allows.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def model(path: Path, shape: SyntheticShape, expert_type: str | None) -> ModelIn
 
 
 async def rates(connection: Connection, index: ModelIndex, batches: Sequence[int]) -> dict[int, float]:
-    """Rows per second by the rows of a call, added up on the server; the median of 5 calls after one that is not counted."""
+    """Rows per second by the rows of a call, added up on the server; the median of 5 calls
+    after one that is not counted."""
     found = {}
     for n_rows in batches:
         inputs = make_inputs(index, n_rows)
@@ -194,7 +196,8 @@ async def run(options: argparse.Namespace) -> int:
         large, index = documents[0], jobs[0].index
         types = sorted({tensor.type.upper() for tensor in index.expert_tensors(LAYER).values()})
         print(
-            f"{large['model']}: {index.n_expert} experts, {' and '.join(types)}; {large['n_pairs']} (row, expert) pairs,"
+            f"{large['model']}: {index.n_expert} experts, {' and '.join(types)}; {large['n_pairs']} (row, expert) "
+            "pairs,"
         )
         print(f"{large['n_outputs']} outputs\n", *table(large["comparisons"]), "", sep="\n")
         if large["rows_per_s"]:
@@ -204,7 +207,8 @@ async def run(options: argparse.Namespace) -> int:
         by_type = dict(zip(options.types, documents[-len(options.types) :], strict=True))
         each = documents[-1]
         print(
-            f"{SMALL.n_expert} experts of {SMALL.n_ff} x {SMALL.n_embd}, {each['n_pairs']} pairs, {each['n_outputs']} outputs:"
+            f"{SMALL.n_expert} experts of {SMALL.n_ff} x {SMALL.n_embd}, {each['n_pairs']} pairs, "
+            f"{each['n_outputs']} outputs:"
         )
         print("relative L2 against NumPy in float64\n", *type_table(by_type, names), sep="\n")
     if options.json:
@@ -231,8 +235,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--no-large", action="store_true", help=f"without the layer of {LARGE} (1.58 GB)")
     parser.add_argument("--types", nargs="*", choices=BLOCK_TYPES, default=list(BLOCK_TYPES), metavar="TYPE",
                         help="of weights, for small layers (default: all)")  # fmt: skip
-    parser.add_argument("--resume", action="store_true",
-                        help="take outputs that an earlier run left in DIR/equivalence/outputs, instead of computing them")  # fmt: skip
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="take outputs that an earlier run left in DIR/equivalence/outputs, instead of computing them",
+    )
     parser.add_argument("--timings", type=int, nargs="*", default=[], metavar="ROWS",
                         help="measure rows per second with so many rows a call, such as 1 64 512")  # fmt: skip
     parser.add_argument("--json", type=Path, help="write everything to this file too")

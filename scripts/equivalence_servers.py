@@ -63,7 +63,8 @@ class Inputs:
 
 
 def make_inputs(index: ModelIndex, n_rows: int, seed: int = 1) -> Inputs:
-    """Rows of normally distributed values; every expert gets about the same number of them, in an order that is random."""
+    """Rows of normally distributed values; every expert gets about the same number of
+    them, in an order that is random."""
     generator = np.random.default_rng(seed)
     n_in = index.expert_tensors(LAYER)["ffn_gate_exps.weight"].ne[0]
     n_used = index.n_expert_used

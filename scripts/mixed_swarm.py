@@ -1,4 +1,5 @@
-"""The same greedy answer by stock llama.cpp, a swarm of this build, and a swarm of different hardware: what is decided otherwise.
+"""The same greedy answer by stock llama.cpp, a swarm of this build, and a swarm of different
+hardware: what is decided otherwise.
 
 Started by scripts/mixed-swarm, which makes the builds.
 """

@@ -28,7 +28,8 @@ from node.settings.load import Config
 _FFN_TIMEOUT_S = 90.0
 _PROGRAMS = ("llama-server", "swarm-programs", "libggml-swarm.so")
 _GIB = 2**30
-# What a CPU does with an instruction it lacks: the compiler was told of another CPU, or the kernel hides what this one has.
+# What a CPU does with an instruction it lacks: the compiler was told of another CPU, or the
+# kernel hides what this one has.
 _ILLEGAL = (
     "This build uses instructions that this CPU, or its kernel, does not have. Install again with "
     'CMAKE_ARGS="-DGGML_NATIVE=OFF" pip install .; on an x86 CPU without AVX2 add '
@@ -39,7 +40,8 @@ _NO_BACKENDS = frozenset({"base", "rpc"})
 
 
 def compiled_backends() -> list[str]:
-    """The ggml backends that this build was made with, such as cpu, cuda and vulkan; whether they find a device is another matter."""
+    """The ggml backends that this build was made with, such as cpu, cuda and vulkan; whether they find
+    a device is another matter."""
     from kernels import _kernels
 
     folder = Path(_kernels.ggml_library_path()).parent
@@ -85,7 +87,8 @@ def check_devices(config: Config) -> Check:
 
     devices = kernels.devices()
     parts = [
-        f"{d.name} ({d.type}, {d.description}, {d.memory_free_bytes / _GIB:.1f} of {d.memory_total_bytes / _GIB:.1f} GiB free"
+        f"{d.name} ({d.type}, {d.description}, {d.memory_free_bytes / _GIB:.1f} of {d.memory_total_bytes / _GIB:.1f} "
+        "GiB free"
         f"{'' if d.computes_ffn else ', computes no expert'})"
         for d in devices
     ]
@@ -98,7 +101,10 @@ def check_devices(config: Config) -> Check:
     found += f"; auto is {automatic}" + (f", [experts] device is {chosen}" if chosen != automatic else "")
     others = [name for name in compiled_backends() if name not in ("cpu", "blas")]
     if others and not any(d.type in ("gpu", "igpu", "accel") and d.computes_ffn for d in devices):
-        advice = "Install or repair the GPU's driver, and see whether this user may use the GPU; or install without that backend"
+        advice = (
+            "Install or repair the GPU's driver, and see whether this user may use the GPU; or install without "
+            "that backend"
+        )
         return Check(
             "devices", "warning", f"{found}. This build has {', '.join(others)}, which found no device", advice
         )
@@ -150,8 +156,8 @@ def ffn_check(result: Mapping[str, Any], advice: str) -> Check:
 def ffn_errors(device: str) -> dict[str, Any]:
     """Computes a small made-up layer of each type of weights on a device, and as float64 from ggml's scalar code.
 
-    `device`: its name. `errors`: the relative L2 by type. `wrong`: why, of the types whose results are beyond the limits of
-    kernels/tolerances.py. `unable`: the types that the device does not compute.
+    `device`: its name. `errors`: the relative L2 by type. `wrong`: why, of the types whose results are beyond the
+    limits of kernels/tolerances.py. `unable`: the types that the device does not compute.
     """
     import numpy as np
 

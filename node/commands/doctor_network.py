@@ -154,7 +154,10 @@ def check_firewall(config: Config) -> Check:
     )
     if config.node.host == "loopback" or not tools:
         return Check("firewall", "ok", "none needed" if not tools else "not concerned: [node] host is loopback")
-    found = f"{', '.join(tools)} {'is' if len(tools) == 1 else 'are'} installed; whether rules are in force was not looked at"
+    found = (
+        f"{', '.join(tools)} {'is' if len(tools) == 1 else 'are'} installed; whether rules are in force was not "
+        "looked at"
+    )
     if _ufw_enabled():
         commands = "; ".join([*(f"sudo ufw allow {port}/tcp" for port in ports), f"sudo ufw allow {_MDNS_PORT}/udp"])
         return Check("firewall", "warning", "ufw is enabled", f"A node needs {needed}. If not yet allowed: {commands}")

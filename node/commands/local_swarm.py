@@ -63,8 +63,8 @@ class ServerBuild:
 
 @dataclass(frozen=True)
 class LocalSwarmOptions:
-    """How a local swarm runs. ``expert_threads`` 0 shares the CPU quota among the servers; ``environment`` is added to theirs.
-    ``builds``: of one server each, instead of ``nodes`` servers of this build on ``device``."""
+    """How a local swarm runs. ``expert_threads`` 0 shares the CPU quota among the servers; ``environment`` is added to
+    theirs. ``builds``: of one server each, instead of ``nodes`` servers of this build on ``device``."""
 
     nodes: int = 3
     builds: tuple[ServerBuild, ...] = ()

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def add_model_command(commands: Commands) -> None:
-    """Adds ``model`` and what it can do to the program's commands. `options.run` becomes a coroutine function that takes
-    the parsed arguments and returns the exit status."""
+    """Adds ``model`` and what it can do to the program's commands. `options.run` becomes a coroutine function that
+    takes the parsed arguments and returns the exit status."""
     model = commands.add_parser(
         "model", help="list the swarm's models, look at model files, and make some to test with"
     )
@@ -31,7 +31,8 @@ def _add_show(parts: Commands) -> None:
     show = parts.add_parser(
         "show",
         help="show what is in a model file, and what of it fits where",
-        description="Shows a model's sizes, quantisation and id, what of it fits into this machine, and how many machines it "
+        description="Shows a model's sizes, quantisation and id, what of it fits into this machine, and how many "
+        "machines it "
         "needs. Reads the header only, and all of the file once with --hash.",
         epilog="example: swarm-node model show model.gguf --memory 16 16 8",
     )
@@ -66,7 +67,8 @@ def _add_synthetic(parts: Commands) -> None:
     synthetic = parts.add_parser(
         "synthetic",
         help="write a model of a known shape with random weights",
-        description="Writes a GGUF file with the sizes and quantisation of a known model and random weights, which llama.cpp "
+        description="Writes a GGUF file with the sizes and quantisation of a known model and random weights, which "
+        "llama.cpp "
         "runs like the real one: to measure, and to test a swarm.",
         epilog="example: swarm-node model synthetic qwen3-30b-a3b big.gguf --layers 4",
     )

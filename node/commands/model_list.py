@@ -24,8 +24,10 @@ def add_list(parts: Commands) -> None:
     command = parts.add_parser(
         "list",
         help="list the models of the swarm, and what was fetched of them to this machine",
-        description="Lists the models that nodes of a running swarm have, as the node of this machine or of --url sees them, and "
-        "what this machine's cache holds. `swarm-node --model NAME` takes part in one of them, by file name or beginning of its id.",
+        description="Lists the models that nodes of a running swarm have, as the node of this machine or of --url "
+        "sees them, and "
+        "what this machine's cache holds. `swarm-node --model NAME` takes part in one of them, by file name or "
+        "beginning of its id.",
     )
     command.add_argument("--url", metavar="URL", help="a node, http://HOST:PORT (default: found by itself)")
     command.add_argument("--config", metavar="FILE", help="swarm.toml with this machine's port")
@@ -38,8 +40,10 @@ def add_prune(parts: Commands) -> None:
     command = parts.add_parser(
         "prune",
         help="remove what was fetched to this machine and is not in use",
-        description="Removes fetched models from this machine's cache, the least recently used first, until the cache is within "
-        "[model] cache_gib; or those that are named. What a running node uses stays. Your own model files are never touched.",
+        description="Removes fetched models from this machine's cache, the least recently used first, until the "
+        "cache is within "
+        "[model] cache_gib; or those that are named. What a running node uses stays. Your own model files are never "
+        "touched.",
         epilog="examples: swarm-node model prune    swarm-node model prune --all    swarm-node model prune 8b6b72",
     )
     command.add_argument("ids", nargs="*", metavar="ID", help="the beginning of a model's id: only these")

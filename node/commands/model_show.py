@@ -1,4 +1,5 @@
-"""What ``swarm-node model show`` says of a model: what of it fits into how much memory, as a document, and on one screen.
+"""What ``swarm-node model show`` says of a model: what of it fits into how much memory,
+as a document, and on one screen.
 
 A router's machine keeps the trunk, and experts in what is left; the others keep experts only. A conversation's memory
 (KV cache) comes on top on the router's machine: its size is a matter of settings, not of the file.
@@ -30,8 +31,8 @@ _MACHINES_MAX = 1024
 
 @dataclass(frozen=True)
 class Fit:
-    """What machines hold of a model together. ``layers``: those that are there with all their experts, if the machines are
-    filled layer by layer; ``experts``: of all layers."""
+    """What machines hold of a model together. ``layers``: those that are there with all their experts, if the machines
+    are filled layer by layer; ``experts``: of all layers."""
 
     trunk: bool
     layers: int
@@ -72,7 +73,8 @@ def fit(index: ModelIndex, offers_bytes: Sequence[int], trunk_beside: bool = Fal
 
 
 def machines_needed(index: ModelIndex, offered_bytes: int) -> int | None:
-    """How many machines that offer so much each hold the model; None if no number does: the trunk or an expert is too large."""
+    """How many machines that offer so much each hold the model; None if no number does: the
+    trunk or an expert is too large."""
     lowest, highest = 1, _MACHINES_MAX
     if not fit(index, [offered_bytes] * highest).whole:
         return None
@@ -92,8 +94,8 @@ _USUAL_GIB = (8, 16, 32, 64)
 
 
 def model_document(index: ModelIndex, machines_gib: Sequence[float]) -> dict[str, Any]:
-    """All that is known of the model without reading a weight, and what of it fits into machines of so much memory, into
-    usual ones, and into this one. ``id`` is None until the file was hashed."""
+    """All that is known of the model without reading a weight, and what of it fits into machines of so much memory,
+    into usual ones, and into this one. ``id`` is None until the file was hashed."""
     manifest = cached_manifest(index)
     name = index.metadata.get("general.name")
     layers = [
@@ -237,7 +239,10 @@ def _fit_text(found: dict[str, Any], n_layers: int) -> str:
         return "[green]all of it[/]"
     if not found["trunk"]:
         return f"[yellow]not the trunk[/]; of the experts {found['layers']} of {n_layers} layers"
-    return f"trunk + {found['layers']} of {n_layers} layers ({100 * found['experts'] // found['experts_total']} % of the experts)"
+    return (
+        f"trunk + {found['layers']} of {n_layers} layers ({100 * found['experts'] // found['experts_total']} % of "
+        "the experts)"
+    )
 
 
 def _needed_text(needed: dict[str, int | None]) -> str:

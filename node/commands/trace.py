@@ -1,4 +1,5 @@
-"""``swarm-node trace``: where the time of a token went, of a short answer that it asks for, or of what the swarm does anyway."""
+"""``swarm-node trace``: where the time of a token went, of a short answer that it asks for, or
+of what the swarm does anyway."""
 
 from __future__ import annotations
 
@@ -136,7 +137,10 @@ def _title(answer: Figures, timings: Mapping[str, Any]) -> str:
     said = timings.get("predicted_per_token_ms")
     check = f" (llama-server: {ms_text(said)} ms)" if isinstance(said, int | float) else ""
     total_ms = answer.parts.total_ms
-    return f"{what} took {ms_text(total_ms)} ms{check}, {1000 * answer.rows / total_ms:.3g} a second, mean of {answer.passes} passes"
+    return (
+        f"{what} took {ms_text(total_ms)} ms{check}, {1000 * answer.rows / total_ms:.3g} a second, mean of "
+        f"{answer.passes} passes"
+    )
 
 
 def _tokens(number: float) -> str:

@@ -1,8 +1,9 @@
 """Where the time of a token went: snapshots of the Swarm backend's trace, their difference, and figures of it. Pure.
 
-A forward pass goes through the layers. Of each, the trunk (attention, gating, shared experts) comes first; then the round
-of its experts: requests are made ("ask"), awaited ("wait"), and their replies added up ("add"). What lies between the last
-layer of a pass and the first of the next (the output layer, sampling, embedding; idle time as well) is "between".
+A forward pass goes through the layers. Of each, the trunk (attention, gating, shared experts) comes
+first; then the round of its experts: requests are made ("ask"), awaited ("wait"), and their replies
+added up ("add"). What lies between the last layer of a pass and the first of the next (the output
+layer, sampling, embedding; idle time as well) is "between".
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class LayerCounters(msgspec.Struct, frozen=True):
 
 
 class CallCounters(msgspec.Struct, frozen=True, array_like=True):
-    """One node in one layer. ``node``: index into the nodes. ``last…``: of rounds in which its reply was the last one."""
+    """One node in one layer. ``node``: index into the nodes. ``last…``: of rounds in
+    which its reply was the last one."""
 
     layer: Annotated[int, Meta(ge=0, lt=LAYERS_MAX)]
     node: Count
@@ -148,7 +150,8 @@ class Parts:
 
 @dataclass(frozen=True)
 class LayerFigures:
-    """Consecutive layers ``first`` to ``last``, each the mean of them, a round. ``slowest``: whom they waited for most."""
+    """Consecutive layers ``first`` to ``last``, each the mean of them, a round.
+    ``slowest``: whom they waited for most."""
 
     first: int
     last: int
@@ -158,10 +161,11 @@ class LayerFigures:
 
 @dataclass(frozen=True)
 class NodeFigures:
-    """A node, in a pass. ``wait…``: of the rounds in which it was the last to answer; ``alone_ms``: after all others had.
+    """A node, in a pass. ``wait…``: of the rounds in which it was the last to answer;
+    ``alone_ms``: after all others had.
 
-    ``calls`` and ``last`` (rounds in which it was the last one) are means too. ``call_ms``, ``compute_ms``, ``network_ms``
-    and ``queue_ms``: of one call.
+    ``calls`` and ``last`` (rounds in which it was the last one) are means too. ``call_ms``, ``compute_ms``,
+    ``network_ms`` and ``queue_ms``: of one call.
     """
 
     name: str

@@ -18,7 +18,6 @@ from node.errors import ModelError, SwarmError
 
 if TYPE_CHECKING:
     import aiohttp
-    from rich.console import Console
 
     from node.commands.verify_matrix import Backend, Outcome, Subject
     from node.models.index import ModelIndex
@@ -38,10 +37,13 @@ def add_verify_command(commands: Commands) -> None:
     verify = commands.add_parser(
         "verify",
         help="compare what different hardware computes, with the same input",
-        description="Computes the same experts on every device of this build, in NumPy with float64, and, for a model that a running "
-        "swarm serves, on every live node; and shows how alike the results are. Without --model: random weights in the shape of a "
+        description="Computes the same experts on every device of this build, in NumPy with float64, and, for a "
+        "model that a running "
+        "swarm serves, on every live node; and shows how alike the results are. Without --model: random weights in "
+        "the shape of a "
         f"layer of {_SHAPE}. Exit status 0: all within the limits; 1: not.",
-        epilog="examples: swarm-node verify --full    swarm-node verify --type q8_0 f16    swarm-node verify --model model.gguf --layer 3",
+        epilog="examples: swarm-node verify --full    swarm-node verify --type q8_0 f16    swarm-node verify --model "
+        "model.gguf --layer 3",
     )
     verify.add_argument(
         "--model", type=Path, metavar="FILE", help="a GGUF file; nodes of a swarm that serves it take part"
@@ -86,7 +88,8 @@ def add_verify_command(commands: Commands) -> None:
     verify.add_argument(
         "--decisions",
         action="store_true",
-        help="instead: how many choices of experts and of 256 greedy tokens change between stock llama.cpp and a swarm of three "
+        help="instead: how many choices of experts and of 256 greedy tokens change between stock llama.cpp and a "
+        "swarm of three "
         "servers on this machine (--model FILE, or the demo model)",
     )
     form = verify.add_mutually_exclusive_group()
@@ -100,6 +103,7 @@ async def run_verify(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from node.commands.verify_matrix import document
+    from node.commands.verify_screen import markdown, print_matrix
 
     if options.decisions:
         return await _run_decisions(options)
@@ -241,8 +245,8 @@ async def _nodes(
     if status["model"] is None or status["model"]["id"] != model_id:
         served = "none" if status["model"] is None else f"{status['model']['file']}, {status['model']['id']}"
         raise ModelError(
-            f"{options.model} is model {model_id}, the swarm of {url} serves another: {served}. With --no-nodes only this "
-            f"machine is compared"
+            f"{options.model} is model {model_id}, the swarm of {url} serves another: {served}. "
+            "With --no-nodes only this machine is compared"
         )
     key = load_config(options, os.environ).swarm.key
     call_key = SwarmKey.parse(key).derive("call") if key else None
@@ -299,7 +303,8 @@ def _devices(names: Sequence[str]) -> list[Any]:
     missing = [name for name in names if name.lower() not in by_name]
     if missing:
         raise SwarmError(
-            f"no device {', '.join(missing)} of this build can compute experts; there are {', '.join(d.name for d in able)}"
+            f"no device {', '.join(missing)} of this build can compute experts; there are "
+            f"{', '.join(d.name for d in able)}"
         )
     return [by_name[name.lower()] for name in names]
 
@@ -316,57 +321,6 @@ def _progress(subject: Subject) -> Iterator[Any]:
 
 
 # --- what is shown
-
-
-def print_matrix(result: dict[str, Any], console: Console) -> None:
-    """For a screen of 80 columns."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    for number, subject in enumerate(result["subjects"]):
-        console.print(f"[bold]{escape(_title(subject))}[/]")
-        table = Table(padding=(0, 0), pad_edge=False)
-        for heading in ("a, b", "rows", "outputs", "cosine", "rel. L2", "max-abs", "gain off", "of"):
-            table.add_column(heading, justify="left" if heading == "a, b" else "right", overflow="fold")
-        for one in result["comparisons"]:
-            if one["subject"] == number:
-                cells = [f"{one['a']}, {one['b']}", str(one["rows"]), f"{one['outputs']:,}", *_figures(one)]
-                table.add_row(*map(escape, cells), style="red" if one["problem"] else "")
-        console.print(table)
-        for one in result["comparisons"]:
-            if one["subject"] == number and one["problem"]:
-                console.print(
-                    f"[red]beyond the limits[/]: {escape(one['a'])} and {escape(one['b'])}, {one['rows']} rows: {escape(one['problem'])}"
-                )
-    for name, backend in result["backends"].items():
-        console.print(f"[dim]{escape(name)}: {escape(backend['description'])}[/]")
-    for name, why in result["left_out"].items():
-        console.print(f"[red]{escape(name)} is left out[/]: {escape(why)}")
-    console.print("[green]all within the limits[/]" if result["well"] else "[red]not all is well[/]")
-
-
-def markdown(result: dict[str, Any]) -> str:
-    """One table for everything."""
-    lines = [
-        "| weights | a | b | rows | outputs | cosine | relative L2 | max-abs | gain off by | of expert | |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for one in result["comparisons"]:
-        cells = [", ".join(one["types"]), one["a"], one["b"], str(one["rows"]), f"{one['outputs']:,}", *_figures(one)]
-        lines.append(f"| {' | '.join(cells)} | {one['problem'] or 'within the limits'} |")
-    lines += ["", *(f"- {name}: {backend['description']}" for name, backend in result["backends"].items())]
-    lines += [f"- {name} is left out: {why}" for name, why in result["left_out"].items()]
-    return "\n".join(lines)
-
-
-def _title(subject: dict[str, Any]) -> str:
-    types = ", ".join(subject["types"])
-    return f"{subject['label']}, layer {subject['layer']}, experts {subject['first']}-{subject['last']} ({types})"
-
-
-def _figures(one: dict[str, Any]) -> list[str]:
-    numbers = (f"{one[name]:.1e}" for name in ("relative_l2", "max_abs", "gain_deviation"))
-    return [f"{one['cosine']:.10f}", *numbers, str(one["gain_expert"])]
 
 
 def _plain(value: Any) -> Any:

@@ -1,8 +1,8 @@
 """What differences in last bits do to decisions: which experts are chosen for a token, and which token is written.
 
-Stock llama.cpp writes a greedy answer. Swarms of several expert servers on this machine then read that same answer, and say after
-each token which they would have written next: one token that they would not does not make all later ones others. The rows of servers
-of one build have the bits of one machine; sums and other builds do not.
+Stock llama.cpp writes a greedy answer. Swarms of several expert servers on this machine then read that same answer, and
+say after each token which they would have written next: one token that they would not does not make all later ones
+others. The rows of servers of one build have the bits of one machine; sums and other builds do not.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ Selection = tuple[int, frozenset[int]]  # layer, experts of one token
 
 @dataclass(frozen=True)
 class Decoded:
-    """The likeliest token after each beginning of an answer, and the logarithms of the likeliest tokens' probabilities, by id.
-    `selections`: the experts of each layer for each token of the answer but the last, in order; empty where they are not known."""
+    """The likeliest token after each beginning of an answer, and the logarithms of the likeliest tokens' probabilities,
+    by id. `selections`: the experts of each layer for each token of the answer but the last, in order;
+    empty where they are not known."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[dict[int, float], ...]
@@ -55,9 +56,9 @@ class Decoded:
 class Difference:
     """What two choose along the same text.
 
-    `n_other` of `n_tokens` are other tokens, `first_difference` is the number of the first from 0, None without any. `logprob_rms`,
-    `logprob_max`: differences of the logarithms of probabilities that both name. `n_selections` were compared (a layer's for a token
-    each), of which `n_changed` are other sets.
+    `n_other` of `n_tokens` are other tokens, `first_difference` is the number of the first from 0, None without any.
+    `logprob_rms`, `logprob_max`: differences of the logarithms of probabilities that both name. `n_selections` were
+    compared (a layer's for a token each), of which `n_changed` are other sets.
     """
 
     n_tokens: int
@@ -92,9 +93,10 @@ def difference(a: Decoded, b: Decoded) -> Difference:
 def selections(records: Iterable[dict[str, Any]]) -> tuple[Selection, ...]:
     """The experts of each layer and token from the calls that several servers recorded (SWARM_DEBUG_CALLS).
 
-    A router calls all servers for a layer, and then for the next one, so what lies between two changes of layer, in the order of
-    arrival, is of one token. Calls of several rows, which are a prompt's, are left out, and so is the prompt's last layer, of which
-    llama.cpp computes the last row only. A call that is made again, since a server ended in between, counts once.
+    A router calls all servers for a layer, and then for the next one, so what lies between two changes of
+    layer, in the order of arrival, is of one token. Calls of several rows, which are a prompt's, are left out,
+    and so is the prompt's last layer, of which llama.cpp computes the last row only. A call that is made again,
+    since a server ended in between, counts once.
     """
     found: list[tuple[int, set[int], int]] = []
     in_order = sorted(records, key=lambda record: float(record["t"]))
@@ -119,8 +121,9 @@ async def decisions(
     builds: Sequence[ServerBuild] = (),
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Decoded]:
-    """A greedy answer by `stock` llama.cpp, and what a swarm chooses along it, in `rows` and `sum`; with `builds` also by a swarm of a server of
-    each, as `mixed rows` and `mixed sum`. `on_progress` is told what is done next. Raises SwarmError."""
+    """A greedy answer by `stock` llama.cpp, and what a swarm chooses along it, in `rows` and `sum`; with
+    `builds` also by a swarm of a server of each, as `mixed rows` and `mixed sum`. `on_progress` is told what is
+    done next. Raises SwarmError."""
     programs = await read_programs(index)
     # What stock llama.cpp repacks has other last bits: like is compared with like.
     engine = EngineOptions(context=n_tokens + 1024, extra=("--no-repack",))
@@ -164,7 +167,8 @@ def _check_device(name: str, answer: SliceAnswer) -> None:
 
 
 def document(found: dict[str, Decoded]) -> list[dict[str, Any]]:
-    """What differs from stock, and from `rows`, which has stock's bits and whose choices of experts are known; for scripts."""
+    """What differs from stock, and from `rows`, which has stock's bits and whose choices of
+    experts are known; for scripts."""
     pairs = [(name, "stock") for name in found if name != "stock"]
     pairs += [(name, "rows") for name in found if name not in ("stock", "rows")]
     return [{"a": a, "b": b, **vars(difference(found[a], found[b]))} for a, b in pairs]
@@ -180,7 +184,10 @@ def describe(differences: Sequence[dict[str, Any]]) -> list[str]:
             if first is None
             else f"{one['n_other']} of {n_tokens} tokens are others, the first is number {first}"
         )
-        line = f"{one['a']}, {one['b']}: {tokens}; log-probabilities differ by {one['logprob_rms']:.1e} (root mean square), {one['logprob_max']:.1e} at most"
+        line = (
+            f"{one['a']}, {one['b']}: {tokens}; log-probabilities differ by {one['logprob_rms']:.1e} (root mean "
+            f"square), {one['logprob_max']:.1e} at most"
+        )
         if one["n_selections"]:
             line += f"; of {one['n_selections']} choices of experts, {one['n_changed']} are others"
         lines.append(line)
@@ -194,8 +201,8 @@ async def _answer(url: str, api_key: str, start: Sequence[int], n_tokens: int) -
 
 
 async def _follow(url: str, api_key: str, start: Sequence[int], tokens: Sequence[int]) -> Decoded:
-    """The greedy choice after each beginning of ``tokens``. All but the last token of each beginning are in llama-server's cache,
-    so every one is computed as in writing them."""
+    """The greedy choice after each beginning of ``tokens``. All but the last token of each beginning are in
+    llama-server's cache, so every one is computed as in writing them."""
     async with _session(api_key) as session:
         steps = [
             step

@@ -1,7 +1,8 @@
 """The same input through every backend at hand, and how alike the results are: the equivalence matrix.
 
-Backends are the ggml devices of this build, the NumPy reference in float64, and the live nodes of a swarm, called at their expert
-ports. Experts are computed a few at a time, so that a whole layer never is in memory as float64. docs/equivalence.md.
+Backends are the ggml devices of this build, the NumPy reference in float64, and the live nodes of a
+swarm, called at their expert ports. Experts are computed a few at a time, so that a whole layer never
+is in memory as float64. docs/equivalence.md.
 """
 
 from __future__ import annotations
@@ -184,7 +185,8 @@ class NodeBackend:
 
 @dataclass(frozen=True)
 class Compared:
-    """Two backends at one number of rows. `problem`: what is beyond the limits, of which expert; empty when nothing is."""
+    """Two backends at one number of rows. `problem`: what is beyond the limits, of which
+    expert; empty when nothing is."""
 
     a: str
     b: str

@@ -1,17 +1,14 @@
-"""scripts/bench: every suite runs, on few figures. How fast anything is, is not asserted; what must hold in any run is."""
+"""scripts/bench: every suite runs, on few figures. How fast anything is, is not asserted;
+what must hold in any run is."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
-import pytest
 from rigs import ROOT
-
-
 
 
 def bench(*arguments: str) -> dict[str, Any]:

@@ -10,10 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rigs import native_process
 import pytest
-from rigs import ROOT
 
+from rigs import ROOT, native_process
 
 # Where the source is, if it is not the pinned one in the cache.
 SOURCE = [word for word in shlex.split(os.environ.get("CMAKE_ARGS", "")) if word.startswith("-DSWARM_LLAMA_CPP_DIR=")]
@@ -83,7 +82,7 @@ def test_cuda_without_a_toolkit_fails_and_says_so(tmp_path: Path, monkeypatch: p
     ],
 )
 def test_a_backend_that_cannot_be_built_fails(backend: str, package: str, message: str, tmp_path: Path) -> None:
-    """INST-4: never a build without the backend that was asked for, which computes on the CPU in its place."""
+    """Never a build without the backend that was asked for, which computes on the CPU in its place."""
     done = configure(tmp_path, f"-DGGML_{backend}=ON", f"-DCMAKE_DISABLE_FIND_PACKAGE_{package}=ON")
     assert done.returncode != 0
     assert message in words(done.stderr)

@@ -1,4 +1,4 @@
-"""INST-1: this build's ggml and no other, whatever else the machine, the environment or the process holds."""
+"""This build's ggml and no other, whatever else the machine, the environment or the process holds."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rigs import random_models
-from rigs import native_process
 import pytest
-from rigs.oracle import Job, logits, native_program
 
 import kernels
+from rigs import native_process, random_models
+from rigs.oracle import Job, logits, native_program
 
 NATIVE = kernels.native_path("libggml-swarm.so").parent
 EXTENSION = Path(kernels._kernels.__file__)

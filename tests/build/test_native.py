@@ -6,15 +6,9 @@ import hashlib
 import os
 import re
 import subprocess
-from pathlib import Path
-
-from rigs import random_models
-import pytest
 
 import kernels
-from rigs import ROOT
-
-
+from rigs import ROOT, random_models
 
 
 def _llama_cpp_source() -> str:

@@ -1,4 +1,4 @@
-"""Whole agents that find each other and keep track, on links that come, go, move and lie (DISC-1, 2, 3, 6, 7, 8).
+"""Whole agents that find each other and keep track, on links that come, go, move and lie.
 
 What was promised to users is printed as measured; the limits asserted are generous, for machines that are busy.
 """
@@ -95,7 +95,7 @@ def test_five_nodes_without_configuration_find_each_other(net: Network) -> None:
         assert all(node["alive"] for node in nodes)
 
 
-# --- addresses (DISC-2)
+# --- addresses
 
 
 @pytest.mark.parametrize("first", ["eth0", "docker0"])
@@ -189,7 +189,7 @@ def test_a_node_that_has_only_a_container_bridge_is_found_there(net: Network) ->
     eventually("at docker0", lambda: outside.used_host("inside") == "172.17.0.2", 30)
 
 
-# --- links that come, go and move (DISC-3)
+# --- links that come, go and move
 
 
 def test_a_link_that_comes_late_moves_and_goes_away_for_a_while(net: Network) -> None:
@@ -232,7 +232,7 @@ def test_a_link_that_comes_late_moves_and_goes_away_for_a_while(net: Network) ->
     assert thought_dead(one.log()) == thought_dead(two.log()) == {"late"}
 
 
-# --- a machine that sleeps (DISC-6)
+# --- a machine that sleeps
 
 
 def test_a_node_that_slept_comes_back_and_accuses_nobody(net: Network) -> None:
@@ -265,7 +265,7 @@ def test_a_node_that_slept_comes_back_and_accuses_nobody(net: Network) -> None:
     } == boots
 
 
-# --- without multicast (DISC-7)
+# --- without multicast
 
 
 def test_seeds_that_are_started_after_those_who_name_them(net: Network) -> None:
@@ -310,7 +310,7 @@ def test_a_node_alone_answers_at_once(net: Network) -> None:
     assert alone.log().count("the seed nobody.invalid:4100 has no address") == 1
 
 
-# --- names and restarts (DISC-8)
+# --- names and restarts
 
 
 def test_long_odd_and_equal_names_and_a_quick_restart(net: Network) -> None:
@@ -499,7 +499,7 @@ def test_a_node_of_another_version_is_shown_and_given_no_work(net: Network, monk
     assert two.peers()["incompatible"] == []
 
 
-# --- a busy machine (DISC-1)
+# --- a busy machine
 
 # Run by Python in a node's namespace: how long /health takes, every 100 ms until stdin is closed.
 _SAMPLE_HEALTH = """

@@ -1,4 +1,4 @@
-"""Whole nodes with model files that are not the same. SCENARIOS FILE-3."""
+"""Whole nodes with model files that are not the same: copies that differ in a byte never serve together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Discovery over real multicast DNS, between network namespaces whose links come, go, move and fail (DISC-2, 3, 7, 8)."""
+"""Discovery over real multicast DNS, between network namespaces whose links come, go, move and fail."""
 
 from __future__ import annotations
 

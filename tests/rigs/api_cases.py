@@ -1,4 +1,5 @@
-"""What clients of the OpenAI and Anthropic APIs ask the demo model, and what they must get: over doors, over whole nodes."""
+"""What clients of the OpenAI and Anthropic APIs ask the demo model, and what they must get:
+over doors, over whole nodes."""
 
 from __future__ import annotations
 

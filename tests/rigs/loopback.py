@@ -27,7 +27,8 @@ _QUIET_S = 1.0
 
 
 class LocalNode:
-    """A node: its agent's process and where that listens. ``url``: of the agent; ``expert_url``: of its expert server."""
+    """A node: its agent's process and where that listens. ``url``: of the agent;
+    ``expert_url``: of its expert server."""
 
     def __init__(self, name: str, process: Process, log_path: Path) -> None:
         self.name = name
@@ -126,7 +127,8 @@ class LocalSwarm:
         return sum([(await self._statistics(node))["calls"] for node in self.nodes.values() if node.runs])
 
     async def computed_tokens(self) -> float:
-        """Tokens whose experts were computed, a little too few where it is a prompt's. For models that use all experts."""
+        """Tokens whose experts were computed, a little too few where it is a prompt's. For
+        models that use all experts."""
         pairs = sum([(await self._statistics(node))["pairs"] for node in self.nodes.values() if node.runs])
         model = (await self.status(next(iter(self.nodes))))["model"]
         return float(pairs / (model["layers"] * model["experts"]))
@@ -148,7 +150,8 @@ class LocalSwarm:
                 await asyncio.sleep(0.05)
 
     async def quiet(self, within_s: float) -> None:
-        """Waits until no expert was called for a second; the last call must not come later than ``within_s`` from now."""
+        """Waits until no expert was called for a second; the last call must not come
+        later than ``within_s`` from now."""
         started_s = last_s = time.monotonic()
         calls = await self.expert_calls()
         while time.monotonic() - last_s < _QUIET_S:

@@ -1,4 +1,5 @@
-"""The official clients over a swarm of whole nodes, which ask one that does not route; what comes is a stock llama-server's."""
+"""The official clients over a swarm of whole nodes, which ask one that does not route; what
+comes is a stock llama-server's."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ STORY: dict[str, Any] = {
 
 
 def novel(title: str) -> dict[str, Any]:
-    """Some 2,000 tokens to read, and as many to write. With a title of its own, none of it is in llama-server's cache."""
+    """Some 2,000 tokens to read, and as many to write. With a title of its own, none of
+    it is in llama-server's cache."""
     return STORY | {"messages": [{"role": "user", "content": f"{title}: " + "A cat sat. " * 500}]}
 
 
@@ -163,8 +165,8 @@ async def test_anthropic(rig: Rig, check: Callable[[anthropic.AsyncAnthropic], A
 
 # ---- clients that leave
 
-# llama-server looks for a client that left when it has a token for it, else after a second in which none of its requests,
-# those for its metrics included, had an answer; and it looks at nothing while it computes a batch.
+# llama-server looks for a client that left when it has a token for it, else after a second in which none of its
+# requests, those for its metrics included, had an answer; and it looks at nothing while it computes a batch.
 STREAM_ENDS_WITHIN_S = 3.0
 PROMPT_ENDS_WITHIN_S = 6.0
 

@@ -166,7 +166,7 @@ async def test_anthropic(rig: Rig, check: Callable[[anthropic.AsyncAnthropic], A
     await check(rig.anthropic())
 
 
-# ---- clients that leave, with a llama-server that would go on (STRM-1)
+# ---- clients that leave, with a llama-server that would go on
 
 
 class Leaver:
@@ -279,7 +279,10 @@ async def test_clients_cancel(rig: Rig) -> None:
 
 
 FAILURE = ExpertFailure("beta", 3, 2, 4, "no reply within 2.0 s", 2000.0)
-EVENT = b'data: {"id":"1","object":"chat.completion.chunk","created":0,"model":"demo","choices":[{"index":0,"delta":{}}]}\n\n'
+EVENT = (
+    b'data: {"id":"1","object":"chat.completion.chunk","created":0,"model":"demo",'
+    b'"choices":[{"index":0,"delta":{}}]}\n\n'
+)
 RESPONSE_EVENT = b'event: response.created\ndata: {"type":"response.created","response":{"id":"r"}}\n\n'
 MESSAGE_EVENT = b'event: ping\ndata: {"type":"ping"}\n\n'
 

@@ -1,4 +1,4 @@
-"""Clients that leave a real swarm's router while another stream is being written (STRM-1).
+"""Clients that leave a real swarm's router while another stream is being written.
 
 llama-server alone would not notice: see node/api/client_hold.py.
 """

@@ -41,7 +41,8 @@ def test_a_bad_job_costs_itself_alone(tmp_path: Path) -> None:
 
 def test_a_job_that_kills_the_process_costs_itself_alone() -> None:
     good = Job(moe_model(QWEN3MOE, "Q4_K_M"), n_generate=1)
-    # More threads than there is room for: ggml calls abort(). Without the limit they would be all that the machine can have.
+    # More threads than there is room for: ggml calls abort(). Without the limit they would be
+    # all that the machine can have.
     former = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (16 << 30, former[1]))
     try:

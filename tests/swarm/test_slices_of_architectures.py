@@ -1,4 +1,4 @@
-"""SCENARIOS FILE-1: every slice of every architecture's experts has the bytes and gives the results of the whole layer."""
+"""Every slice of every architecture's experts has the bytes and gives the results of the whole layer."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def _bytes(tensor: SliceTensor) -> bytes:
 
 
 def _computed(index: ModelIndex, program: LayerProgram, first: int, last: int) -> np.ndarray:
-    """The result rows of N_ROWS rows for each expert of the slice, as bits: [experts, N_ROWS, n_out]. Each row has a weight
-    of its own, which is the same whatever the slice."""
+    """The result rows of N_ROWS rows for each expert of the slice, as bits: [experts, N_ROWS, n_out]. Each row has a
+    weight of its own, which is the same whatever the slice."""
     store = kernels.ExpertStore("CPU", 1)
     parsed = kernels.Program(program.text)
     slices = index.slice_parts(program.layer, first, last)
@@ -114,7 +114,8 @@ def test_every_slice_of_k_quants(shape: random_models.Shape) -> None:
     whole = read_model(path)
     split = read_model(random_models.split_model(path))
     programs = asyncio.run(read_programs(whole)).layers
-    # A block for multi-token prediction has slices like any other, but nothing computes them: no program, and no claims.
+    # A block for multi-token prediction has slices like any other, but nothing computes
+    # them: no program, and no claims.
     assert list(programs) == list(range(shape.n_layer))
     assert whole.expert_layers == split.expert_layers == tuple(range(shape.n_layer + shape.n_nextn))
     last = programs[shape.n_layer - 1]

@@ -63,8 +63,8 @@ def test_quantised_models_stay_near_the_last_bits_floor(case: str, servers: Serv
     expected = logits(job)
     with servers.holding(model) as held:
         error = nmse(logits(_remote(job), env=held.environment("sum")).rows, expected.rows)
-    # A last bit counts where it makes an activation round to its other neighbour, which is rare and then costs 1e-5: by chance,
-    # none of a run's does. So the floor is the largest of several.
+    # A last bit counts where it makes an activation round to its other neighbour, which is rare and then costs 1e-5: by
+    # chance, none of a run's does. So the floor is the largest of several.
     floor, n_runs = 0.0, 0
     with perturbed.holding(model) as held:
         while n_runs == 0 or (error > 3 * floor and n_runs < 12):

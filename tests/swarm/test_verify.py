@@ -1,4 +1,5 @@
-"""``swarm-node verify``: what it compares, what it says of a backend that is wrong, and real nodes at their expert ports."""
+"""``swarm-node verify``: what it compares, what it says of a backend that is wrong, and real
+nodes at their expert ports."""
 
 from __future__ import annotations
 
@@ -16,7 +17,6 @@ import pytest_asyncio
 import kernels
 from kernels.tolerances import Family
 from node.commands.main import main
-from node.commands.verify import markdown
 from node.commands.verify_matrix import (
     DeviceBackend,
     Input,
@@ -26,6 +26,7 @@ from node.commands.verify_matrix import (
     make_input,
     n_values,
 )
+from node.commands.verify_screen import markdown
 from node.models.demo import demo_model
 from rigs.layers import SWIGLU, Layer
 from rigs.loopback import NODE_COMMAND, LocalSwarm, local_swarm
