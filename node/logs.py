@@ -1,7 +1,8 @@
 """What is logged, for people or for machines, always without keys.
 
 Text: time, level, message, then the extra fields as key=value; in colour on a terminal. JSON: one object a line with ts,
-level, logger, msg, the extra fields, and `exception` where there is one.
+level, logger, msg, the extra fields, and `exception` where there is one. One of the extra fields is `request`, the id of
+the client's request that a line was written for (node/request_id.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, Final, TextIO
 from urllib.parse import quote
 
 from node.log_levels import apply_levels, parse_levels
+from node.request_id import RequestIdFilter
 
 REDACTED: Final = "[redacted]"
 
@@ -45,6 +47,7 @@ def configure(format: str, level: str, *, secrets: Collection[str] = (), stream:
         raise ValueError(f"log format {format!r}")
     handler = logging.StreamHandler(stream)
     handler.setFormatter(formatter)
+    handler.addFilter(RequestIdFilter())
     root = logging.getLogger()
     for old in [one for one in root.handlers if isinstance(one.formatter, TextFormatter | JsonFormatter)]:
         root.removeHandler(old)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -135,7 +136,9 @@ class ClientHolds:
             self._timer = None
         if not self._stopped and (wait_s := self._plan.wait_s()) is not None:
             # Even if it is now, after what is ready to run: that closes the leaver's connection.
-            self._timer = asyncio.get_running_loop().call_later(wait_s, self._begin)
+            # In no request's context: a hold is of all of them, and its log line is not that of who came last.
+            nobody = contextvars.Context()
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self._begin, context=nobody)
 
     def _begin(self) -> None:
         self._timer = None

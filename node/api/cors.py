@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from aiohttp import hdrs, web
 
+from node import request_id
 from node.access import origin_listed
 from node.peers.http import PEER_PREFIX
 
@@ -61,7 +62,7 @@ class Cors:
         reader = self._reader(request)
         if reader is not None:
             response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = reader
-            response.headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = hdrs.RETRY_AFTER
+            response.headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = f"{hdrs.RETRY_AFTER}, {request_id.HEADER}"
 
     def _reader(self, request: web.Request) -> str | None:
         """The origin that may read the answer, as its browser wrote it."""

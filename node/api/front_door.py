@@ -13,24 +13,38 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from aiohttp import web
 
+from node import request_id
 from node.access import api_key_matches
 from node.api.client_hold import ClientHolds
 from node.api.client_watch import ClientGone, ClientWatch, Interrupted, watch_client
-from node.api.errors import Api, ApiError, expert_range, unknown_model
+from node.api.errors import Api, ApiError, unknown_model
 from node.api.reply import Exchange, Failures
 from node.api.request_body import BodyReader, decoded, top_level
+from node.api.swarm import RETRY_S, Here, PeerProof, ServedModel, Swarm, There, Unavailable, unavailable
 from node.api.turns import Turns
 from node.api.upstream import Relay, Upstream, UpstreamBroken, UpstreamUnreachable
 from node.peers.http import RELAY_PREFIX
 from node.router.engine import ExpertFailure
-from node.slices import Slice
+
+#: With the answers that its agent gives, which make no sense without the door.
+__all__ = [
+    "Door",
+    "DoorOptions",
+    "DoorStatistics",
+    "Guard",
+    "Here",
+    "PeerProof",
+    "ServedModel",
+    "Swarm",
+    "There",
+    "Unavailable",
+    "add_routes",
+]
 
 log = logging.getLogger(__name__)
-
 
 _APIS: Mapping[str, Api] = {
     "/v1/chat/completions": Api.OPENAI,
@@ -41,78 +55,10 @@ _APIS: Mapping[str, Api] = {
     "/v1/messages/count_tokens": Api.ANTHROPIC,
 }
 
+# What llama-server answers with its tokenizer alone: such a request neither waits for a slot nor has decodes to hold.
 _WITHOUT_SLOT = ("/v1/messages/count_tokens",)
-_RETRY_S = 5
-_MISSING_MAX = 16
-
+# What the APIs call the texts that end an answer: OpenAI's, Anthropic's.
 _STOPS = ("stop", "stop_sequences")
-
-
-@dataclass(frozen=True)
-class ServedModel:
-    """A model of the swarm. ``created_s``: Unix time."""
-
-    name: str
-    aliases: tuple[str, ...] = ()
-    created_s: int = 0
-
-
-@dataclass(frozen=True)
-class Here:
-    """The router is this node. ``url``, ``api_key`` and ``slots`` (``--parallel``): of its llama-server.
-
-    ``hold`` has it begin no decode for so many milliseconds; None: it has no Swarm backend that could be asked for that.
-    """
-
-    url: str
-    api_key: str
-    slots: int
-    hold: Callable[[int], None] | None = None
-
-
-@dataclass(frozen=True)
-class There:
-    """The router is the node ``name``. ``url``: the root of its agent's HTTP server."""
-
-    name: str
-    url: str
-
-
-@dataclass(frozen=True)
-class Unavailable:
-    """Nobody can answer now. ``code`` is for programs, such as ``no_router``, ``missing_slices``, ``model_loading``.
-
-    ``experts``: first and last, both included.
-    """
-
-    code: str
-    message: str
-    node: str | None = None
-    layer: int | None = None
-    experts: tuple[int, int] | None = None
-    missing: Sequence[Slice] = ()
-    retry_after_s: int = _RETRY_S
-
-
-@dataclass(frozen=True)
-class PeerProof:
-    """``headers`` for a request to a peer; ``check_reply`` for its answer, as in `node.api.upstream.Upstream`."""
-
-    headers: Mapping[str, str]
-    check_reply: Callable[[int, str | None], None] | None = None
-
-
-class Swarm(Protocol):
-    """What the front door asks its agent, with each request anew."""
-
-    def router(self) -> Here | There | Unavailable:
-        """Who answers queries now."""
-
-    def models(self) -> Sequence[ServedModel]:
-        """What the swarm serves; empty while that is not known."""
-
-    async def peer_proof(self, peer: There, path: str, body: bytes) -> PeerProof:
-        """How this node and ``peer`` know each other as of one swarm. May raise SwarmError."""
 
 
 #: Why a request must not be answered (its Host or Origin, say), or None.
@@ -223,6 +169,7 @@ class Door:
         work: Callable[[web.Request], Awaitable[web.StreamResponse]],
         from_peer: bool = False,
     ) -> web.StreamResponse:
+        request_id.begin(request.headers.get(request_id.HEADER))
         try:
             self._check(request, from_peer)
             return await work(request)
@@ -252,16 +199,16 @@ class Door:
 
     def _check_stopping(self) -> None:
         if self._stopping is not None:
-            raise ApiError(self._stopping, status=503, code="stopping", retry_after_s=_RETRY_S)
+            raise ApiError(self._stopping, status=503, code="stopping", retry_after_s=RETRY_S)
 
     async def _list_models(self, request: web.Request) -> web.StreamResponse:
         models = self._swarm.models()
         name = request.match_info.get("model")
         if name is None:
-            return web.json_response({"object": "list", "data": [_model_object(model) for model in models]})
+            return web.json_response({"object": "list", "data": [model.to_json() for model in models]})
         for model in models:
             if name in (model.name, *model.aliases):
-                return web.json_response(_model_object(model))
+                return web.json_response(model.to_json())
         raise unknown_model(name, _names(models))
 
     async def _check_body(self, body: bytes) -> None:
@@ -283,20 +230,26 @@ class Door:
     async def _query(
         self, request: web.Request, api: Api, path: str, body: bytes, from_peer: bool
     ) -> web.StreamResponse:
+        log.debug("%s: %d bytes from %s", path, len(body), "a node" if from_peer else "a client")
         await self._check_body(body)
         self._check_stopping()  # reading the body took its time
         if len(self._open) >= self._options.open_max:
-            raise ApiError("Too many requests are open at this node", status=503, code="busy", retry_after_s=_RETRY_S)
+            raise ApiError("Too many requests are open at this node", status=503, code="busy", retry_after_s=RETRY_S)
         exchange: Exchange | None = None
         headers = {name: request.headers[name] for name in ("Content-Type", "Accept") if name in request.headers}
+        headers[request_id.HEADER] = request_id.current()
         try:
             async with watch_client(request, self._options.stall_timeout_s) as watch, self._turn(watch, path):
                 upstream, hold = await self._upstream(path, body, from_peer)
                 self.statistics.relayed += 1
                 exchange = Exchange(request, api, self._failures if upstream.node is None else None)
+                log.debug("%s: passed on to %s", path, upstream.title)
                 with self._holds.request(hold) as passed:
                     async with self._relay.ask(upstream, body, headers) as passed.answer:
-                        return await exchange.relay(passed.answer, watch)
+                        log.debug("%s: it answers with status %d", path, passed.answer.status)
+                        response = await exchange.relay(passed.answer, watch)
+                log.debug("%s: the whole answer was passed on", path)
+                return response
         except ClientGone as gone:
             self.statistics.clients_gone += 1
             log.info("%s: %s", path, gone)
@@ -304,14 +257,14 @@ class Door:
         except UpstreamUnreachable as error:
             about = {"node": error.node}
             raise ApiError(
-                error.message, status=503, code="router_unreachable", retry_after_s=_RETRY_S, about=about
+                error.message, status=503, code="router_unreachable", retry_after_s=RETRY_S, about=about
             ) from error
         except UpstreamBroken as error:
             self.statistics.broken += 1
             log.warning("%s: %s", path, error)
             cause = ApiError(error.message, status=502, code="router_broke", about={"node": error.node})
         except Interrupted as error:
-            cause = ApiError(error.message, status=503, code="stopping", retry_after_s=_RETRY_S)
+            cause = ApiError(error.message, status=503, code="stopping", retry_after_s=RETRY_S)
         if exchange is None:
             raise cause
         return await exchange.fail(cause)
@@ -338,13 +291,13 @@ class Door:
         """Whom to ask, and how to have its decodes held; None where that is of no use."""
         router = self._swarm.router()
         if isinstance(router, Unavailable):
-            raise _unavailable(router)
+            raise unavailable(router)
         if isinstance(router, Here):
             authorization = {"Authorization": f"Bearer {router.api_key}"}
             hold = None if path in _WITHOUT_SLOT else router.hold
             return Upstream(f"{router.url}{path}", authorization, "this node's llama-server"), hold
         if from_peer:  # which has not heard yet that the router is another; passed on, a request could go in a circle
-            raise _unavailable(Unavailable("not_router", f"This node is not the router; {router.name} is"))
+            raise unavailable(Unavailable("not_router", f"This node is not the router; {router.name} is"))
         path = RELAY_PREFIX + path
         proof = await self._swarm.peer_proof(router, path, body)
         title = f"the router, node {router.name},"
@@ -363,31 +316,16 @@ def add_routes(app: web.Application, door: Door) -> None:
     app.router.add_get("/v1/models", door.list_models)
     app.router.add_get("/v1/models/{model:.+}", door.list_models)
     app.router.add_route("*", "/v1/{path:.*}", door.unknown_path)
+    app.on_response_prepare.append(_tell_request_id)
     app.cleanup_ctx.append(door.run)
     app.on_shutdown.append(door.stop)
 
 
+async def _tell_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    """For ``Application.on_response_prepare``: streamed answers and errors of whatever kind tell it as well."""
+    if own := request_id.current():
+        response.headers[request_id.HEADER] = own
+
+
 def _names(models: Sequence[ServedModel]) -> list[str]:
     return [name for model in models for name in (model.name, *model.aliases)]
-
-
-def _model_object(model: ServedModel) -> dict[str, Any]:
-    return {
-        "id": model.name,
-        "object": "model",
-        "created": model.created_s,
-        "owned_by": "swarm",
-        "aliases": list(model.aliases),
-    }
-
-
-def _unavailable(state: Unavailable) -> ApiError:
-    about: dict[str, Any] = {"node": state.node, "layer": state.layer}
-    about["experts"] = None if state.experts is None else expert_range(*state.experts)
-    if state.missing:
-        about["missing"] = [
-            {"layer": layer, "experts": expert_range(first, last)}
-            for layer, first, last in state.missing[:_MISSING_MAX]
-        ]
-        about["missing_slices"] = len(state.missing)
-    return ApiError(state.message, status=503, code=state.code, retry_after_s=state.retry_after_s, about=about)

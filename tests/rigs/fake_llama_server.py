@@ -75,7 +75,7 @@ class FakeLlamaServer:
 
     async def next(self) -> Asked:
         """The next request, as soon as it has arrived."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             return await self.asked.get()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:

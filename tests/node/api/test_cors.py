@@ -1,4 +1,4 @@
-"""Pages of allowed origins, and all others, at an agent's HTTP server: what a browser would let them do (SEC-2)."""
+"""Pages of allowed origins, and all others, at an agent's HTTP server: what a browser would let them do."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ async def test_errors_can_be_read_too(tmp_path: Path) -> None:
             assert response.status == 503
             assert_readable(response, PAGE)
             # A page reads other headers than the usual ones only if it is told that it may.
-            assert response.headers["Access-Control-Expose-Headers"] == "Retry-After"
+            assert response.headers["Access-Control-Expose-Headers"] == "Retry-After, X-Request-Id"
             assert response.headers["Retry-After"] == "7"
 
         def broken() -> Unavailable:
