@@ -198,6 +198,7 @@ class Service:
         except GossipError:
             self.statistics.malformed += 1
             return
+        log.debug("packet of kind %d, %d bytes, from %s", packet.kind, len(data), source)
         self.feed(Received(packet, source))
 
     def _do(self, actions: list[Action]) -> None:
@@ -223,6 +224,7 @@ class Service:
         except (OSError, ValueError):
             self.statistics.unsendable += 1
             return
+        log.debug("packet of kind %d, %d bytes, to %s", action.packet.kind, len(data), action.address)
         self.statistics.packets_sent += 1
         self.statistics.bytes_sent += len(data)
 

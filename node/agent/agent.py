@@ -140,6 +140,9 @@ class Agent:
             session = await stack.enter_async_context(
                 aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_PEER_TIMEOUT_S))
             )
+            log.debug(
+                "model told: %s; its programs are %s", told and told.paths[0], "read" if programs else "not needed yet"
+            )
             self._client = PeerClient(session, self._key)
             await stack.enter_async_context(self._http_server())
             async with asyncio.TaskGroup() as tasks:

@@ -91,6 +91,7 @@ class Holder:
         wanted = (index, programs, tuple(sorted(slices)))
         if self._wanted is None or self._wanted[0].model_id != index.model_id or self._wanted[2] != wanted[2]:
             self._wanted = wanted
+            log.debug("the plan gives this node %d slices of model %s", len(wanted[2]), index.model_id)
             self._wanted_changed.set()
 
     async def run(self) -> None:

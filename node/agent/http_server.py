@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from node.errors import SwarmError
 from node.peers.http import PEER_PREFIX, PeerGuard
 from node.peers.peering import CONTENT_TYPE, GOSSIP_PATH
 from node.settings.load import Config
+
+log = logging.getLogger(__name__)
 
 
 class HttpServer:
@@ -48,6 +51,7 @@ class HttpServer:
                 f"port {self._config.node.port} cannot be used: {error.strerror or error}. Another node on this machine? "
                 f"Give this one --port and --name"
             ) from error
+        log.debug("this node answers at %s", runner.addresses)
         try:
             yield int(runner.addresses[0][1])
         finally:

@@ -35,6 +35,8 @@ async def run_node(options: argparse.Namespace) -> int:
     with hold_identity(root, config.node.name) as identity:
         for warning in identity.warnings:
             log.warning("%s", warning)
+        log.debug("settings from %s", config.path or "defaults, environment and flags")
+        log.debug("node %s, start %d, state in %s", identity.node_id, identity.boot, identity.folder)
         agent = Agent(config, identity)
         greeting = asyncio.create_task(_greet(agent, config))
         try:

@@ -291,6 +291,7 @@ class SliceHolder:
         wanted.state = "ready"
         self._refresh(wanted.model, model, layer)
         self._refresh_limit()
+        log.debug("slice %s is ready", key)
         return _ready(wanted)
 
     async def _load_somewhere(self, model: Model, layer: Layer, wanted: HeldSlice) -> None:

@@ -413,6 +413,7 @@ class Control:
         try:
             order = json.loads(line)
             kind = order["type"]
+            log.debug("order '%s' of %d slices", kind, len(order.get("slices", ())) or int("layer" in order))
             if kind == "load":
                 await self._server.load(order, self.say)
             elif kind == "drop":

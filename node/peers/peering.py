@@ -211,6 +211,7 @@ class Peering:
         if change is Change.RECORD:
             self.membership.record_changed(node)
             refusal = self.membership.refusal(node)
+            log.debug("%s has a new record", self.membership.name(node))
             if refusal:
                 log.warning("%s is given no work: %s", self.membership.name(node), refusal)
             elif node in self._unnamed:

@@ -268,6 +268,7 @@ class _Run:
         path = f"{MODELS_PREFIX}/{self._stored.model_id}/pieces?from={ask.first}&to={ask.last}"
         total = sum(sizes[ask.first : ask.last + 1])
         headers = {"Range": f"bytes={ask.skip_bytes}-"} if ask.skip_bytes else {}
+        log.debug("model %s: %s is asked for pieces %d to %d", self._stored.model_id, source.name, ask.first, ask.last)
         number, parts, have = ask.first, self._parts.pop(ask.first, []), ask.skip_bytes
         assert sum(map(len, parts)) == have
         try:

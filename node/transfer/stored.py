@@ -114,6 +114,7 @@ class StoredModel:
             with self._mutex:
                 self._present.add(present)
                 self._written -= written
+            log.debug("model %s: %d more pieces are on the disk", self.model_id, len(written))
 
     def drop(self, numbers: Iterable[int]) -> int:
         """Gives the disk space of pieces back, if nobody else uses the model; their bytes, 0 if somebody does. Blocks.

@@ -1,5 +1,6 @@
 """Levels by name: how the setting is read, what is said of a wrong one, and what each logger then writes."""
 
+import ast
 import io
 import logging
 import os
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from node import log_levels
 from node.log_levels import LEVELS, LogLevels, apply_levels, known_names, levels_from_environment, parse_levels
 from node.logs import configure
-from rigs import ROOT
+from rigs import ROOT, fake_server
 
 NAMES = sorted(known_names())
 
@@ -184,3 +185,20 @@ def test_a_wrong_level_is_an_error_that_names_the_setting(tmp_path: Path) -> Non
     assert done.returncode == 2
     assert done.stderr.startswith("--log-level \"info,node.ap=debug\": 'node.ap=debug': there is no package")
     assert done.stderr.endswith("did you mean node.api?\n")
+
+
+@pytest.mark.parametrize(("level", "shown"), [("info,node.expert_server=debug", True), ("debug,node=info", False)])
+async def test_an_expert_server_has_the_levels_of_its_parent(tmp_path: Path, level: str, shown: bool) -> None:
+    path = tmp_path / "experts.log"
+    async with fake_server.server(fake_server.order(), environment={log_levels.VARIABLE: level}, stderr=path):
+        pass
+    assert ("DEBUG node.expert_server" in path.read_text()) is shown
+
+
+def test_debug_lines_cost_nothing_when_they_are_off() -> None:
+    """Their text is formatted by the logging module, once a handler wants it."""
+    for root in ("node", "gossip", "kernels"):
+        for path in (ROOT / root).rglob("*.py"):
+            for call in ast.walk(ast.parse(path.read_text())):
+                if isinstance(call, ast.Call) and ast.unparse(call.func) == "log.debug":
+                    assert isinstance(call.args[0], ast.Constant), f"{path}:{call.lineno} formats its text itself"
