@@ -9,7 +9,7 @@ from gossip.errors import GossipError
 
 
 class Address(NamedTuple):
-    """``host``: numeric IPv4 or IPv6, as `normalised` writes it; link-local IPv6 may carry a scope (``fe80::1%eth0``)."""
+    """``host`` is numeric, as `normalised` writes it. Link-local IPv6 may carry a scope (``fe80::1%eth0``)."""
 
     host: str
     port: int

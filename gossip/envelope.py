@@ -12,8 +12,8 @@ Bytes (docs/protocol.md, "Gossip")::
     20  8  number of the packet, big-endian: with the salt, the nonce
     28  -  the packet, sealed; the 28 bytes before are authenticated with it
 
-Each process seals with a key of its own, HMAC-SHA-256(swarm's key, "swarm-node gossip" ‖ salt), so that counters can be
-nonces however long the swarm lives (NIST SP 800-38D, 8.2.1).
+Each process seals with a key of its own, HMAC-SHA-256(swarm's key, "swarm-node gossip" ‖ salt), so that counters can
+be nonces however long the swarm lives (NIST SP 800-38D, 8.2.1).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _HEADER_BYTES = 12
 _SEALED_HEADER_BYTES = 28
 _SEAL_BYTES = 16
 OVERHEAD_BYTES = _SEALED_HEADER_BYTES + _SEAL_BYTES
-# Ciphers of senders, each a process; a swarm of MEMBERS_MAX whose nodes are restarted now and then.
+# Each process that sends needs a cipher: enough for MEMBERS_MAX nodes that are restarted now and then.
 _CIPHERS_MAX = 4096
 
 

@@ -1,4 +1,4 @@
-"""Errors of the gossip package.
+"""The errors that gossip raises, as a tree.
 
 ::
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 
 class GossipError(ValueError):
-    """Root of the package's errors. Nothing changed when it is raised."""
+    """The root of the package's errors. Nothing has changed when it is raised."""
 
 
 class NotForUs(GossipError):

@@ -27,12 +27,12 @@ Accusers = Annotated[tuple[Id, ...], Meta(max_length=8)]
 
 #: So many updates fit a packet whatever is in them: 61 bytes each at most, 122 for the rest, 44 for the envelope.
 UPDATES_MAX = 20
-#: What one node may send as accusers of one suspect.
+#: One node names at most this many accusers of one suspect.
 ACCUSERS_MAX = 3
 
 
 class Kind(IntEnum):
-    """What a packet wants. ``NEWS`` only carries updates."""
+    """What a packet wants; ``NEWS`` only carries updates."""
 
     PING = 0
     ACK = 1
@@ -78,24 +78,24 @@ class Record(Struct, array_like=True, frozen=True, gc=False):
     payload: Annotated[bytes, Meta(max_length=RECORD_BYTES_MAX)]
 
 
-#: All members, and the sender.
+#: A node's whole view: all members, and the node itself.
 Digest = Annotated[tuple[Update, ...], Meta(max_length=MEMBERS_MAX + 1)]
 
 
 class PingRequest(Struct, array_like=True, frozen=True, tag="ping"):
-    """A ping where UDP does not pass. The reply is a `PingReply`."""
+    """A ping over TCP, where UDP does not pass. The reply is a `PingReply`."""
 
     packet: Packet
 
 
 class PingReply(Struct, array_like=True, frozen=True, tag="pong"):
-    """The acknowledgement."""
+    """The acknowledgement of a ping over TCP."""
 
     packet: Packet
 
 
 class SyncRequest(Struct, array_like=True, frozen=True, tag="sync"):
-    """Compare what we know: ``hash`` of the sender's view; ``members`` is given when the hashes are known to differ."""
+    """The sender compares views: ``hash`` is its own view's; ``members`` comes once the hashes are known to differ."""
 
     sender: Id
     incarnation: Counter
@@ -105,7 +105,7 @@ class SyncRequest(Struct, array_like=True, frozen=True, tag="sync"):
 
 
 class SyncReply(Struct, array_like=True, frozen=True, tag="synced"):
-    """``members`` is empty when the hashes are equal."""
+    """The asked node's view; ``members`` is empty when the hashes are equal."""
 
     sender: Id
     incarnation: Counter
@@ -115,14 +115,14 @@ class SyncReply(Struct, array_like=True, frozen=True, tag="synced"):
 
 
 class PullRequest(Struct, array_like=True, frozen=True, tag="pull"):
-    """``node``'s record, of ``version`` or newer."""
+    """The sender wants ``node``'s record, of ``version`` or newer."""
 
     node: Id
     version: Counter
 
 
 class PullReply(Struct, array_like=True, frozen=True, tag="record"):
-    """None: the asked node does not have it, or only an older one."""
+    """The record that was asked for; None where the asked node has none, or only an older one."""
 
     record: Record | None
 
@@ -130,7 +130,7 @@ class PullReply(Struct, array_like=True, frozen=True, tag="record"):
 Request = PingRequest | SyncRequest | PullRequest
 Reply = PingReply | SyncReply | PullReply
 
-#: A reply that carries a record, and what stands around it.
+#: The largest reply carries a record; the largest request a digest. The rest is what stands around them.
 REPLY_BYTES_MAX = RECORD_BYTES_MAX + 4096
 REQUEST_BYTES_MAX = DIGEST_BYTES_MAX + 4096
 
@@ -144,31 +144,31 @@ _records = msgspec.msgpack.Decoder(Record)
 
 
 def encode(message: Packet | Request | Reply | Record) -> bytes:
-    """The message as msgpack."""
+    """Writes a message as msgpack."""
     return _encoder.encode(message)
 
 
 def decode_packet(data: bytes) -> Packet:
-    """A packet. Raises GossipError."""
+    """Reads a packet. Raises GossipError."""
     return _decode(_packets, data)
 
 
 def decode_request(data: bytes) -> Request:
-    """A request over TCP. Raises GossipError."""
+    """Reads a request over TCP. Raises GossipError."""
     if len(data) > REQUEST_BYTES_MAX:
         raise GossipError(f"a request of {len(data)} bytes")
     return _decode(_requests, data)
 
 
 def decode_reply(data: bytes) -> Reply:
-    """The reply to a request. Raises GossipError."""
+    """Reads the reply to a request. Raises GossipError."""
     if len(data) > REPLY_BYTES_MAX:
         raise GossipError(f"a reply of {len(data)} bytes")
     return _decode(_replies, data)
 
 
 def decode_record(data: bytes) -> Record:
-    """A record alone, as it is kept. Raises GossipError."""
+    """Reads a record alone, as it is kept. Raises GossipError."""
     return _decode(_records, data)
 
 

@@ -42,7 +42,8 @@ from gossip.swim.settings import Settings
 
 log = logging.getLogger(__name__)
 
-#: Sends a request's bytes to the program at an address and gives the reply's. May raise OSError, TimeoutError, GossipError.
+#: Sends a request's bytes to the program at an address and gives the reply's. May raise OSError, TimeoutError and
+#: GossipError.
 AskPeer = Callable[[Address, bytes], Awaitable[bytes]]
 
 # Requests under way; each of them has a time limit, and few are needed at a time but in a storm of joins.
@@ -54,7 +55,7 @@ _REOPEN_S = 2.0
 
 @dataclass
 class Statistics:
-    """Counts since the start. ``foreign``: of another swarm or key; ``malformed``: not what the protocol says."""
+    """Counts since the start. ``foreign`` packets are of another swarm or key; ``malformed`` break the protocol."""
 
     packets_sent: int = 0
     packets_received: int = 0
@@ -85,7 +86,7 @@ class _Protocol(asyncio.DatagramProtocol):
 
 
 class Service:
-    """One node's gossip. ``key``: 32 bytes or None. ``on_change`` is called on the loop and must not block.
+    """The gossip of one node. ``key``: 32 bytes or None. ``on_change`` is called on the loop and must not block.
 
     ``accepts``: whether packets from a host are looked at; None: all are.
     """
@@ -142,7 +143,7 @@ class Service:
                 transport.close()
 
     def publish(self, addresses: Sequence[str], port: int, payload: bytes) -> None:
-        """This node's record, whenever it changed. Nothing happens if it did not."""
+        """Tells the swarm this node's record. Nothing happens if it did not change."""
         self.feed(Published(tuple(addresses), port, payload))
 
     def announce(self, address: Address, source: str, version: int = PROTOCOL_VERSION) -> None:
@@ -156,7 +157,7 @@ class Service:
         self.feed(Withdrawn(address))
 
     def answer(self, body: bytes, source: Address | None = None) -> bytes:
-        """The reply to a peer's request; ``source``: the peer's address and UDP port if known. Raises GossipError."""
+        """The reply to a peer's request; ``source`` is the peer's address and UDP port if known. Raises GossipError."""
         request = decode_request(body)
         self.statistics.answered += 1
         reply, actions = self.core.answer(time.monotonic(), request, source)
@@ -165,7 +166,7 @@ class Service:
         return encode(reply)
 
     def feed(self, event: Event) -> None:
-        """One event for the core."""
+        """Gives the core an event and does what it wants done."""
         self._do(self.core.handle(time.monotonic(), event))
         self._set_timer()
 
@@ -294,7 +295,7 @@ class Service:
         return protocol
 
     async def _keep_open(self, host: str, port: int, protocol: _Protocol) -> None:
-        """A socket that broke is opened again: some systems close them when their interface goes away."""
+        """Opens a socket again that broke: some systems close them when their interface goes away."""
         while True:
             await protocol.lost.wait()
             log.warning("the gossip socket at %s port %d was lost and is opened again", host, port)

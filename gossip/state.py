@@ -10,13 +10,13 @@ from enum import IntEnum
 from random import Random
 from typing import NewType
 
-#: Eight bytes; `hex()` is how people see it.
+#: A node's id: eight bytes; `hex()` is how people see it.
 NodeId = NewType("NodeId", bytes)
 NODE_ID_BYTES = 8
 
 
 class Status(IntEnum):
-    """Of equal incarnations the later in this order holds."""
+    """What is believed of a member. Of two beliefs with the same incarnation, the later in this order holds."""
 
     ALIVE = 0
     SUSPECT = 1
@@ -39,9 +39,9 @@ def first_counter(boot: int) -> int:
 
 
 def first_version(boot: int, random: Random) -> int:
-    """Where record versions of this boot begin.
+    """Where record versions of this boot begin: a place drawn by chance.
 
-    By chance: if the boot counter was lost, records of an earlier life with other contents must not have the same versions.
+    If the boot counter was lost, records of an earlier life with other contents must not have the same versions.
     """
     return first_counter(boot) + random.randrange(_PER_BOOT // 2)
 

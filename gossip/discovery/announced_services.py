@@ -33,7 +33,7 @@ _VERSION: Final = re.compile(r"[1-9][0-9]{0,4}")
 @dataclass(frozen=True)
 class Found:
     """A node that was announced. Nothing of it is proven. ``addresses``: IPv4 first, link-local last, at most 16 and
-    at least one; ``name``: the instance's full name.
+    at least one. ``name`` is the instance's full name.
     """
 
     node_id: str
@@ -98,7 +98,7 @@ def _interface(scope: str) -> str:
 
 
 class NameQueue:
-    """Names, each once, first in first out."""
+    """A queue of names: each is in it once, and the first comes out first."""
 
     def __init__(self) -> None:
         self._names: dict[str, None] = {}
@@ -108,14 +108,16 @@ class NameQueue:
         return len(self._names)
 
     def add(self, name: str) -> None:
+        """Appends a name, unless it is there."""
         self._names[name] = None
         self._some.set()
 
     def discard(self, name: str) -> None:
+        """Removes a name, if it is there."""
         self._names.pop(name, None)
 
     async def next(self) -> str:
-        """Takes the first; waits for one."""
+        """Takes the first name; waits for one."""
         while not self._names:
             self._some.clear()
             await self._some.wait()
@@ -142,7 +144,7 @@ class KnownServices:
         self._full = False
 
     def added(self, name: str) -> None:
-        """A name was announced, now or some time ago."""
+        """Takes that a name was announced, now or some time ago."""
         self._unseen.discard(name)
         if self._services.get(name) is not None:
             return  # a change of it is told by `updated`
@@ -155,12 +157,12 @@ class KnownServices:
         self.told.add(name)
 
     def updated(self, name: str) -> None:
-        """Something of a name changed."""
+        """Takes that something of a name changed."""
         if name in self._services:
             self.told.add(name)
 
     def removed(self, name: str) -> None:
-        """A name was withdrawn, or nobody has announced it for long."""
+        """Takes that a name was withdrawn, or that nobody has announced it for long."""
         self._unseen.discard(name)
         self.told.discard(name)
         self.asked.discard(name)
@@ -169,7 +171,7 @@ class KnownServices:
             self._lost(found.node_id)
 
     def resolved(self, name: str, found: Found | None) -> None:
-        """What a name stands for; None: nothing of this swarm."""
+        """Takes what a name stands for; None: nothing of this swarm."""
         if name not in self._services:
             return  # removed meanwhile
         before = self._services[name]
@@ -182,26 +184,26 @@ class KnownServices:
             _call(self._on_found, found)
 
     def ask(self, name: str) -> None:
-        """What was heard of a name is not enough."""
+        """Has a name asked for, of which not enough was heard."""
         if name in self._services:
             self.asked.add(name)
 
     def recheck(self) -> None:
-        """This machine's network is another: what is known may have changed unheard."""
+        """Looks at every name again: this machine's network is another, and what is known may have changed unheard."""
         for name in self._services:
             self.told.add(name)
 
     def expect_again(self) -> None:
-        """Begins anew with nothing heard: what is not `added` again until `forget_unseen` is gone."""
+        """Begins anew with nothing heard: names that are not `added` again until `forget_unseen` are gone then."""
         self._unseen = set(self._services)
 
     def forget_unseen(self) -> None:
-        """Those that were to be seen again had time enough."""
+        """Removes the names that were to be seen again and were not."""
         for name in list(self._unseen):
             self.removed(name)
 
     def _has_room(self) -> bool:
-        """Those of other swarms, and those that nobody stands behind, make room for others."""
+        """Whether there is room for a name: those of other swarms, or with nobody behind them, are dropped for it."""
         if len(self._services) < SERVICES_MAX:
             return True
         for name, found in self._services.items():

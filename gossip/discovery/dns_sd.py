@@ -46,7 +46,7 @@ _RIVAL_SPACING_S: Final = 10.0
 
 
 class Discovery:
-    """Announces a node, unless ``announce`` is false, and tells of others of its swarm, from `run` on.
+    """Announces a node, unless ``announce`` is false, and tells of others of its swarm, while `run` runs.
 
     ``on_found``: a node was announced, or announced with other addresses; ``on_lost``: it withdrew its announcement,
     by its node id. Neither says that a node is alive or dead. Services of other swarms are passed over, and of this
@@ -82,14 +82,15 @@ class Discovery:
         self._again = False
 
     def set_addresses(self, addresses: Sequence[LocalAddress]) -> None:
-        """This machine's usable addresses, best first, from now on. From the event loop, at any time."""
+        """Takes this machine's usable addresses, best first. To be called on the event loop, at any time."""
         if tuple(addresses) != self._addresses:
             self._addresses = tuple(addresses)
             self._changed.set()
 
     async def run(self) -> None:
-        """Until cancelled; then the announcement is withdrawn, within a second. Raises nothing else: what does not
-        work is tried again for ever, with one warning.
+        """Announces and looks until cancelled; then the announcement is withdrawn, within a second.
+
+        Raises nothing else: what does not work is tried again for ever, with one warning.
         """
         loop = asyncio.get_running_loop()
         if self._addresses is None:
@@ -115,7 +116,7 @@ class Discovery:
                 retry_s = min(_RETRY_MAX_S, 2 * retry_s)
 
     async def _session(self, choices: list[str | int]) -> None:
-        """One zeroconf's life. Returns when another is needed."""
+        """Works with one zeroconf. Returns when another is needed."""
         zeroconf = await open_zeroconf(choices)
         try:
             self._services.expect_again()
@@ -205,7 +206,7 @@ async def find(
     *,
     interfaces: InterfaceRules = _EVERY_INTERFACE,
 ) -> AsyncGenerator[Found, None]:
-    """Nodes of a swarm, as multicast DNS finds them, for that many seconds. One that changes comes again."""
+    """Yields nodes of a swarm, as multicast DNS finds them, for that many seconds. One that changes comes again."""
     nodes: asyncio.Queue[Found] = asyncio.Queue(SERVICES_MAX)
 
     def found(node: Found) -> None:

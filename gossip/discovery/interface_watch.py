@@ -29,8 +29,10 @@ SPACING_S: Final = 5.0
 
 
 class Damping:
-    """Which addresses count, from those that are seen: one that came or went counts after ``stable_s`` without going
-    back, and what counts changes at most once per ``spacing_s``. The first ones seen count at once.
+    """Decides which of the addresses that are seen count.
+
+    One that came or went counts after ``stable_s`` without going back, and what counts changes at most once per
+    ``spacing_s``. The first ones seen count at once.
 
     Each address is damped by itself, so one interface that comes and goes for ever does not keep others waiting.
     """

@@ -21,8 +21,9 @@ from gossip.limits import ADDRESSES_MAX
 
 @dataclass(frozen=True)
 class InterfaceRules:
-    """Which interfaces to use: ``include`` and ``exclude`` hold names or patterns such as ``eth*``; none included means
-    all. ``exclude`` wins. ``loopback_only``: only loopback, which is used in no other case.
+    """Which interfaces to use: ``include`` and ``exclude`` hold names or patterns such as ``eth*``.
+
+    None included means all; ``exclude`` wins. ``loopback_only``: only loopback, which is used in no other case.
     """
 
     include: tuple[str, ...] = ()
@@ -32,7 +33,7 @@ class InterfaceRules:
 
 @dataclass(frozen=True)
 class SeenAddress:
-    """One address as the system lists it; link-local IPv6 may carry a scope. ``up``: its interface can send."""
+    """An address as the system lists it; link-local IPv6 may carry a scope. ``up``: its interface can send."""
 
     address: str
     interface: str
@@ -90,7 +91,7 @@ def kind_of(interface: str) -> Kind:
 
 
 def order(local: LocalAddress) -> tuple[int, list[tuple[int, str]], int, int]:
-    """Sorting key, best first; it does not depend on the order in which interfaces are listed."""
+    """A sorting key, best first; it does not depend on the order in which interfaces are listed."""
     address = ipaddress.ip_address(local.address.partition("%")[0])
     # eth10 after eth9.
     name = [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", local.interface)]

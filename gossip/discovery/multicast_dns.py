@@ -40,8 +40,9 @@ def interface_choices(addresses: Sequence[LocalAddress]) -> list[str | int]:
 
 
 async def open_zeroconf(choices: list[str | int]) -> AsyncZeroconf:
-    """Zeroconf on these interfaces, or on the best of them alone where one does not let it. Raises OSError, and what
-    else zeroconf raises.
+    """Opens zeroconf on these interfaces, or on the best of them alone where one does not let it.
+
+    Raises OSError, and what else zeroconf raises.
     """
     try:
         zeroconf = AsyncZeroconf(interfaces=choices)
@@ -64,8 +65,9 @@ def can_rescan(zeroconf: AsyncZeroconf) -> bool:
 
 
 async def rescan(zeroconf: AsyncZeroconf, choices: list[str | int]) -> bool:
-    """Moves it to these interfaces; without effect on those where it is. Whether it is on all of them now: an address
-    that the system still checks for duplicates, for one, cannot be used yet.
+    """Moves zeroconf to these interfaces; without effect on those where it is. Whether it is on all of them now.
+
+    An address that the system still checks for duplicates, for one, cannot be used yet.
     """
     if can_rescan(zeroconf):
         try:
@@ -87,7 +89,7 @@ async def close_zeroconf(zeroconf: AsyncZeroconf) -> None:
 
 
 class Announcement:
-    """One service of one zeroconf, from `publish` on.
+    """A service that one zeroconf announces, from `publish` on.
 
     Each set of addresses gets a host name of its own, which the service then points to: so the addresses before are
     withdrawn by the one packet that tells of the new ones, and no cache mixes the two. The host name also tells two
@@ -108,11 +110,11 @@ class Announcement:
 
     @property
     def name(self) -> str:
-        """The full name; "" while nothing is announced."""
+        """The service's full name; "" while nothing is announced."""
         return "" if self._info is None else self._info.name
 
     def update(self, zeroconf: AsyncZeroconf, addresses: tuple[LocalAddress, ...]) -> None:
-        """Begins to announce it again, at these addresses. Without effect before `publish`."""
+        """Begins to announce the service again, at these addresses. Without effect before `publish`."""
         if self._info is None:
             return
         if addresses != self._addresses:
@@ -121,8 +123,9 @@ class Announcement:
         self._sending = asyncio.ensure_future(self._send(zeroconf, self._info))
 
     async def publish(self, zeroconf: AsyncZeroconf, addresses: tuple[LocalAddress, ...]) -> None:
-        """Announces it if it is not, under another name if this one is taken; and sees every begun announcement out.
-        Raises what zeroconf raises.
+        """Announces the service if it is not, under another name if this one is taken.
+
+        Every begun announcement is seen out. Raises what zeroconf raises.
         """
         if self._info is None:
             info = self._make(f"{self._label}.{SERVICE_TYPE}", addresses)
@@ -150,9 +153,11 @@ class Announcement:
         return info.key == self.name.lower() and not (info.server or self._host_prefix).startswith(self._host_prefix)
 
     def meet(self, zeroconf: AsyncZeroconf, rival: ServiceInfo) -> None:
-        """Of two rivals that did not know of each other, one takes a name of its own, at the next `publish`: the one
-        whose host name is the earlier, as RFC 6762 has it for simultaneous probes. The other announces itself anew,
-        under a new host name: in the caches the one before may be about to expire, and would not count as news.
+        """Settles the name with a rival: two programs that did not know of each other announce the same.
+
+        The one whose host name is the earlier takes a name of its own at the next `publish`, as RFC 6762 has it for
+        simultaneous probes. The other announces itself anew, under a new host name: in the caches the one before may
+        be about to expire, and would not count as news.
         """
         own = f"{self._label}-{self._token}"
         if self._info is None or self._label == own:
@@ -166,7 +171,7 @@ class Announcement:
             self._info, self._label = None, own
 
     def stop(self) -> None:
-        """No more packets of it; closing zeroconf withdraws it."""
+        """Sends no more packets of the service; closing zeroconf withdraws it."""
         self._cancel()
 
     def _make(self, name: str, addresses: tuple[LocalAddress, ...]) -> AsyncServiceInfo:

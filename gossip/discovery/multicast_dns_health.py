@@ -12,7 +12,9 @@ log = logging.getLogger(__name__)
 
 
 class MulticastDnsHealth(logging.Filter):
-    """While `listening`, zeroconf's warnings go to the debug log: it reports every packet that an interface does not
+    """Whether multicast DNS works here, said once each time that it changes.
+
+    While `listening`, zeroconf's warnings go to the debug log: it reports every packet that an interface does not
     take, with a traceback. What matters of them is in the one warning.
     """
 
@@ -24,7 +26,7 @@ class MulticastDnsHealth(logging.Filter):
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Takes zeroconf's warnings."""
+        """Takes zeroconf's warnings while the body runs."""
         logger = logging.getLogger("zeroconf")
         logger.addFilter(self)
         try:
@@ -42,23 +44,23 @@ class MulticastDnsHealth(logging.Filter):
         return False
 
     def failed(self, error: Exception) -> None:
-        """It could not be set up, or ended."""
+        """Says that multicast DNS could not be set up, or ended."""
         while isinstance(error, ExceptionGroup):
             error = error.exceptions[0]
         self._warn(f"{type(error).__name__}: {error}")
 
     def not_heard(self) -> None:
-        """Packets are sent, and do not come back as they should."""
+        """Says that packets are sent, and do not come back as they should."""
         self._warn(self._last_error or "this node's own announcement does not come back")
 
     def works(self) -> None:
-        """It does what it should."""
+        """Says that multicast DNS does what it should, if it did not before."""
         if self._warned:
             log.info("multicast DNS works again")
         self._warned = False
 
     def copy_found(self, copy: Found) -> None:
-        """Another node has this node's id."""
+        """Says that another node has this node's id."""
         if not self._warned_of_copy:
             where = ", ".join(map(str, copy.addresses))
             log.warning("another node, at %s, has this node's id %s: each needs one of its own", where, copy.node_id)

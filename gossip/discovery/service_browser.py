@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 # Whoever announces a name tells all of it. Of the rest, each that does not answer takes one place for so long.
 _ASKED_AT_A_TIME: Final = 16
 _ANSWER_TIMEOUT_MS: Final = 3000
-# As `Announcement` makes names, and zeroconf, which appends a number to one that is taken.
+# Names are as `Announcement` makes them; zeroconf appends a number to one that is taken.
 _NAME: Final = re.compile(rf"[0-9a-f]{{{2 * NODE_ID_BYTES}}}(-[0-9a-z]{{1,8}}){{0,2}}\.{re.escape(SERVICE_TYPE)}")
 
 
@@ -31,7 +31,7 @@ def is_name(name: str) -> bool:
 
 
 class ServiceBrowser:
-    """The services that one zeroconf hears of, in ``services``; ``on_resolved``: what one of them is, or is now."""
+    """Fills ``services`` with what one zeroconf hears of; ``on_resolved`` is told what each of them is, or is now."""
 
     def __init__(
         self, zeroconf: AsyncZeroconf, services: KnownServices, on_resolved: Callable[[AsyncServiceInfo], None]
@@ -47,13 +47,13 @@ class ServiceBrowser:
         self._browser = AsyncServiceBrowser(self._zeroconf, SERVICE_TYPE, handlers=[self._on_service])
 
     async def close(self) -> None:
-        """Hears no more."""
+        """Listens no longer."""
         if self._browser is not None:
             await self._browser.async_cancel()
             self._browser = None
 
     async def resolve(self) -> None:
-        """Finds out what the services are, until cancelled."""
+        """Finds out what each service is, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._read())
             for _ in range(_ASKED_AT_A_TIME):

@@ -1,4 +1,4 @@
-"""``python -m gossip.simulate``: what a swarm of a size does in a network of a kind, and the seed that shows it again."""
+"""``python -m gossip.simulate``: what a swarm does in a network, in figures, and the seed that shows it again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import sys
 from collections.abc import Callable, Sequence
 
 from gossip.simulate.invariants import InvariantViolated
-from gossip.simulate.scenarios import SCENARIOS, Figures, Options, PromiseBroken, play
+from gossip.simulate.run import Figures, Options, PromiseBroken
+from gossip.simulate.scenarios import SCENARIOS, play
 from gossip.simulate.simulation import Node
 from gossip.swim.events import Notify
 
@@ -137,9 +138,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     names = list(SCENARIOS) if chosen.scenario == "all" else [chosen.scenario]
     if not chosen.json:
-        print(
-            f"{chosen.nodes} nodes, {100 * chosen.loss:g} % of packets lost, seeds {chosen.seed} to {chosen.seed + chosen.seeds - 1}"
-        )
+        last = chosen.seed + chosen.seeds - 1
+        print(f"{chosen.nodes} nodes, {100 * chosen.loss:g} % of packets lost, seeds {chosen.seed} to {last}")
         print(" " * 18 + "  ".join(title.rjust(7) for title, _, _ in _COLUMNS))
     failed = False
     for name in names:

@@ -1,11 +1,13 @@
 """What must hold in a swarm whatever happens to it, checked after every step of every simulated node.
 
-Each step is checked for what it touched; now and then everything is, from scratch. A violation says how to see it again.
+Each step is checked for what it touched; now and then everything is, from scratch. A violation says how to see it
+again.
 """
 
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -19,8 +21,8 @@ from gossip.swim.members import Member, fingerprint
 
 # So many nodes are checked from scratch, in turn, each so many simulated seconds.
 _FULL_NODES = 10
-_FULL_EVERY_S = 1.0
-# Of a candidate: one a second, for two seconds. More: a probe, and some of the dead.
+_FULL_EVERY_S = 2.0
+# A candidate has one ping a second, each awaited for two; a probe and some of the dead have the rest.
 _PINGS_PER_CANDIDATE = 4
 _PINGS_MORE = 16
 # A probe, a comparison, and one of each candidate every other second.
@@ -30,6 +32,24 @@ _TIMERS_PER_MEMBER = 8
 _TIMERS_PER_PING = 4
 _TIMERS_MORE = 64
 
+#: What a node may hold at most, whatever else it holds; the other sizes follow from these, or have no such limit.
+_MAXIMA = Sizes(
+    members=limits.MEMBERS_MAX,
+    live=limits.MEMBERS_MAX + 1,
+    unconfirmed=limits.UNCONFIRMED_MAX,
+    buried=limits.TOMBSTONES_MAX,
+    record_bytes=limits.RECORDS_BYTES_MAX,
+    candidates=limits.CANDIDATES_MAX,
+    incompatible=limits.INCOMPATIBLE_MAX,
+    news=limits.MEMBERS_MAX + 1,
+    pulls=limits.MEMBERS_MAX,
+    pings=sys.maxsize,
+    relays=limits.RELAYED_PINGS_MAX,
+    requests=sys.maxsize,
+    timers=sys.maxsize,
+)
+
+#: Incarnation, status and record version of a member as a node believes them, and the record that it holds.
 _Belief = tuple[int, Status, int, Record | None]
 
 
@@ -47,7 +67,7 @@ class _Owner:
 
 
 class Invariants:
-    """Of one simulation, from its beginning. ``replay``: the command that shows a violation again."""
+    """Checks one simulation from its beginning. ``replay``: the command that shows a violation again."""
 
     def __init__(self, simulation: Simulation, replay: str) -> None:
         self._simulation = simulation
@@ -61,7 +81,7 @@ class Invariants:
         simulation.at(simulation.now_s + _FULL_EVERY_S, self._every_second)
 
     def check_everything(self) -> None:
-        """All nodes, from scratch."""
+        """Checks all nodes from scratch."""
         for node in self._simulation.nodes:
             self._check_node(node)
 
@@ -123,7 +143,7 @@ class Invariants:
         owner.written.setdefault(record.version, set()).add(_content(record))
 
     def _check_claims(self, node: Node, packet: Packet) -> None:
-        """Nobody says of another more than it has said itself."""
+        """Fails if a packet says more of a node than that node has said itself."""
         for update in packet.updates:
             owner = self._owners.get(update.node)
             if owner is None or update.incarnation > owner.incarnation or update.version > owner.version:
@@ -156,28 +176,20 @@ class Invariants:
 
     def _check_sizes(self, node: Node, core: Gossip) -> None:
         sizes = core.sizes
-        maxima = Sizes(
-            members=limits.MEMBERS_MAX,
-            live=limits.MEMBERS_MAX + 1,
-            unconfirmed=limits.UNCONFIRMED_MAX,
-            buried=limits.TOMBSTONES_MAX,
-            record_bytes=limits.RECORDS_BYTES_MAX,
-            candidates=limits.CANDIDATES_MAX,
-            incompatible=limits.INCOMPATIBLE_MAX,
-            news=sizes.members + 1,
-            pulls=sizes.members,
-            pings=sizes.relays + _PINGS_PER_CANDIDATE * sizes.candidates + _PINGS_MORE,
-            relays=limits.RELAYED_PINGS_MAX,
-            requests=limits.PULLS_MAX + sizes.candidates + _REQUESTS_MORE,
-            timers=_TIMERS_PER_MEMBER * (sizes.members + 1) + _TIMERS_PER_PING * sizes.pings + _TIMERS_MORE,
-        )
-        if any(map(operator.gt, sizes, maxima)):
-            self._fail(node, f"holds {sizes}, and may hold {maxima}")
+        if (
+            any(map(operator.gt, sizes, _MAXIMA))
+            or sizes.news > sizes.members + 1
+            or sizes.pulls > sizes.members
+            or sizes.pings > sizes.relays + _PINGS_PER_CANDIDATE * sizes.candidates + _PINGS_MORE
+            or sizes.requests > limits.PULLS_MAX + sizes.candidates + _REQUESTS_MORE
+            or sizes.timers > _TIMERS_PER_MEMBER * (sizes.members + 1) + _TIMERS_PER_PING * sizes.pings + _TIMERS_MORE
+        ):
+            self._fail(node, f"holds {sizes}, which is more than it may")
 
     # --- everything
 
     def _check_structure(self, node: Node, core: Gossip) -> None:
-        """Whatever is kept beside the members themselves agrees with them."""
+        """Fails if what is kept beside the members themselves does not agree with them."""
         members = core.members
         live = {member.node for member in members if member.is_live}
         if set(core.probed) != live or len(core.probed) != len(live):
@@ -214,7 +226,7 @@ def _content(record: Record) -> tuple[tuple[str, ...], int, bytes]:
 
 
 def _spoken_of(cause: Event | Request) -> Iterable[bytes]:
-    """Nodes of which something was told."""
+    """The nodes of which a packet, a request or a reply told something."""
     told: Event | Request | Reply | Packet | None = cause
     if isinstance(cause, Received):
         told = cause.packet

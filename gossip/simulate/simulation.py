@@ -1,6 +1,6 @@
-"""A swarm of gossiping nodes in one process, with a network that loses, delays, duplicates and cuts; all from one seed.
+"""A swarm of gossiping nodes in one process, on a simulated network and in simulated time; all from one seed.
 
-Each node is a real `Gossip`; the simulation stands in for its sockets, its clock and its disk. Time is simulated.
+Each node is a real `Gossip`; the simulation stands in for its sockets, its clock and its disk.
 """
 
 from __future__ import annotations
@@ -8,13 +8,15 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 
 from gossip.address import Address
 from gossip.envelope import OVERHEAD_BYTES
-from gossip.messages import Packet, Reply, Request, encode
+from gossip.messages import Reply, Request, encode
+from gossip.simulate.network import Link, Network
 from gossip.state import NodeId
 from gossip.swim.core import Gossip
 from gossip.swim.events import (
@@ -37,33 +39,8 @@ _PORT = 4100
 # IPv4 and UDP headers; TCP's with the handshake, acknowledgements and HTTP's headers, measured once and rounded.
 _UDP_BYTES = 28
 _TCP_BYTES = 900
-# What Linux does when a packet of TCP is lost: that of a new connection is sent again after a second, others sooner.
-_CONNECT_AGAIN_S = 1.0
-_SEND_AGAIN_S = 0.2
 # A socket's buffer holds some 200 KB; what comes to a paused node beyond that is dropped.
 _BACKLOG_MAX = 1000
-
-
-@dataclass
-class Link:
-    """One direction between two nodes. ``loss`` and ``duplicates``: shares of packets. Delays vary, which reorders."""
-
-    delay_s: float = 0.0005
-    jitter_s: float = 0.001
-    loss: float = 0.0
-    duplicates: float = 0.0
-
-
-@dataclass(frozen=True)
-class Cut:
-    """Nothing passes from ``side`` to the others; nor back, if ``both``."""
-
-    side: frozenset[int]
-    both: bool
-
-    def stops(self, a: int, b: int) -> bool:
-        """Whether it stops what node ``a`` sends to ``b``."""
-        return (a in self.side) != (b in self.side) and (self.both or a in self.side)
 
 
 @dataclass
@@ -85,12 +62,12 @@ class Node:
 
     @property
     def is_up(self) -> bool:
-        """Its program runs, or is stopped in the middle."""
+        """Whether its program runs, or is stopped in the middle."""
         return self.core is not None
 
     @property
     def is_paused(self) -> bool:
-        """Its program is stopped, and will go on."""
+        """Whether its program is stopped, and will go on."""
         return self.paused_until_s is not None
 
 
@@ -111,9 +88,7 @@ class Simulation:
         self.random = Random(seed)
         self.settings = settings or Settings()
         self.now_s = 0.0
-        self.link = link or Link()
-        self.links: dict[tuple[int, int], Link] = {}
-        self.cuts: list[Cut] = []
+        self.network = Network(link or Link(), self.random, self.settings.request_timeout_s)
         self.nodes: list[Node] = []
         self.changes: Counter[Change] = Counter()
         self.packet_bytes_max = 0
@@ -132,7 +107,7 @@ class Simulation:
     # --- what happens to nodes
 
     def add_node(self) -> Node:
-        """A new machine, switched off."""
+        """Adds a machine, which is switched off."""
         index = len(self.nodes)
         rate = 1.0 + self.random.uniform(-self._clock_spread, self._clock_spread)
         address = Address(f"10.{index >> 16 & 255}.{index >> 8 & 255}.{index & 255}", _PORT)
@@ -170,16 +145,16 @@ class Simulation:
         node.wake_s = float("inf")
 
     def lose_disk(self, node: Node) -> None:
-        """The machine is a new node from its next start on."""
+        """Wipes the node's disk: the machine is a new node from its next start on."""
         node.id = NodeId(self.random.randbytes(8))
         node.boot = 0
 
     def forget_boot(self, node: Node) -> None:
-        """The disk is put back to an older state: the id stays, the boot counter does not."""
+        """Puts the disk back to an older state: the id stays, the boot counter does not."""
         node.boot = 0
 
     def pause(self, node: Node, duration_s: float) -> None:
-        """The node does nothing for a while; what comes meanwhile waits in its sockets."""
+        """Stops the node for a while; what comes meanwhile waits in its sockets."""
         until_s = node.paused_until_s = self.now_s + duration_s
 
         def resume() -> None:
@@ -189,29 +164,13 @@ class Simulation:
         self.at(until_s, resume)
 
     def publish(self, node: Node, payload: bytes) -> None:
-        """The node's record changes."""
+        """Changes the node's record."""
         self.feed(node, Published((node.address.host,), _PORT, payload))
-
-    def cut(self, side: Iterable[int], *, both: bool = True) -> None:
-        """Nothing passes between ``side`` and the others; or only nothing from ``side``, if not ``both``."""
-        self.cuts.append(Cut(frozenset(side), both))
-
-    def heal(self) -> None:
-        """Ends all cuts."""
-        self.cuts.clear()
-
-    def link_of(self, a: int, b: int) -> Link:
-        """The link from node ``a`` to ``b``, to be changed for these two alone."""
-        link = self.links.get((a, b))
-        if link is None:
-            shared = self.link
-            link = self.links[(a, b)] = Link(shared.delay_s, shared.jitter_s, shared.loss, shared.duplicates)
-        return link
 
     # --- time
 
     def at(self, when_s: float, action: Callable[[], None]) -> None:
-        """Something that happens at a simulated time."""
+        """Has something happen at a simulated time."""
         heapq.heappush(self._queue, (when_s, next(self._count), action))
 
     def run(self, duration_s: float, until: Callable[[], bool] | None = None, step_s: float = 0.1) -> bool:
@@ -235,7 +194,7 @@ class Simulation:
         return self.now_s * node.rate + 1000.0 * node.index
 
     def feed(self, node: Node, event: Event) -> None:
-        """One event for a node."""
+        """Gives a node an event."""
         core = node.core
         if core is None:
             return
@@ -284,9 +243,6 @@ class Simulation:
                 action()
         self.feed(node, Tick())
 
-    def _is_cut(self, a: Node, b: Node) -> bool:
-        return any(cut.stops(a.index, b.index) for cut in self.cuts)
-
     def _send(self, node: Node, action: Send) -> None:
         size_bytes = len(encode(action.packet)) + OVERHEAD_BYTES
         if size_bytes > self.packet_bytes_max:
@@ -294,22 +250,14 @@ class Simulation:
         node.packets += 1
         node.bytes += size_bytes + _UDP_BYTES
         other = self._by_address.get(action.address)
-        if other is None or (self.cuts and self._is_cut(node, other)):
+        if other is None:
             return
-        link = self.links.get((node.index, other.index), self.link) if self.links else self.link
-        random = self.random.random
-        if link.loss and random() < link.loss:
-            return
-        self._deliver(node.address, other, action.packet, link)
-        if link.duplicates and random() < link.duplicates:
-            self._deliver(node.address, other, action.packet, link)
-
-    def _deliver(self, source: Address, other: Node, packet: Packet, link: Link) -> None:
-        event = Received(packet, source)
-        self.at(self.now_s + link.delay_s + link.jitter_s * self.random.random(), lambda: self.feed(other, event))
+        event = Received(action.packet, node.address)
+        for delay_s in self.network.udp_delays_s(node.index, other.index):
+            self.at(self.now_s + delay_s, partial(self.feed, other, event))
 
     def _ask(self, node: Node, action: Ask) -> None:
-        """TCP: nothing is lost, but it takes longer where packets are; and ends without a reply after its time."""
+        """Asks over TCP: nothing is lost, but it takes longer where packets are, and ends without a reply in time."""
         generation = node.generation
         deadline_s = self.now_s + self.settings.request_timeout_s
         node.bytes += len(encode(action.request)) + _TCP_BYTES
@@ -325,11 +273,11 @@ class Simulation:
         other = self._by_address.get(action.address)
         if other is None:
             return
-        there_s = self._tcp_delay(node, other, connects=True)
+        there_s = self.network.tcp_delay_s(node.index, other.index, connects=True)
 
         def arrive() -> None:
             if other.core is None:
-                self.at(self.now_s + self.link.delay_s, lambda: done(None))  # refused
+                self.at(self.now_s + self.network.link.delay_s, lambda: done(None))  # refused
                 return
             if other.paused_until_s is not None:
                 other.backlog.append(arrive)
@@ -337,53 +285,32 @@ class Simulation:
             reply, actions = other.core.answer(self._clock(other), action.request, node.address)
             self._act(other, other.core, action.request, actions)
             other.bytes += len(encode(reply)) + _TCP_BYTES
-            back_s = self._tcp_delay(other, node, connects=False)
+            back_s = self.network.tcp_delay_s(other.index, node.index, connects=False)
             if back_s is not None:
                 self.at(self.now_s + back_s, lambda: done(reply))
 
         if there_s is not None:
             self.at(self.now_s + there_s, arrive)
 
-    def _tcp_delay(self, node: Node, other: Node, *, connects: bool) -> float | None:
-        """None: it does not pass, or not in time."""
-        if self.cuts and (self._is_cut(node, other) or self._is_cut(other, node)):
-            return None
-        there = self.links.get((node.index, other.index), self.link)
-        back = self.links.get((other.index, node.index), self.link)
-        delay_s = there.delay_s + there.jitter_s * self.random.random()
-        delay_s += self._resending_s(_SEND_AGAIN_S, there.loss)
-        if connects:
-            delay_s += there.delay_s + back.delay_s + (there.jitter_s + back.jitter_s) * self.random.random()
-            delay_s += self._resending_s(_CONNECT_AGAIN_S, 1 - (1 - there.loss) * (1 - back.loss))
-        return delay_s if delay_s <= self.settings.request_timeout_s else None
-
-    def _resending_s(self, first_s: float, loss: float) -> float:
-        """How long TCP takes to send a packet again until it is not lost. It waits twice as long each time."""
-        total_s = 0.0
-        while loss and self.random.random() < loss and total_s <= self.settings.request_timeout_s:
-            total_s += first_s
-            first_s *= 2
-        return total_s
-
     # --- what can be seen
 
     @property
     def up(self) -> list[Node]:
-        """Nodes whose program runs."""
+        """The nodes whose program runs."""
         return [node for node in self.nodes if node.core is not None]
 
     def views_agree(self) -> bool:
-        """Every running node holds exactly the other running nodes to be alive, with their newest records."""
+        """Whether every running node holds exactly the others that run to be alive, with their newest records."""
         up = {node.id: node.core for node in self.nodes if node.core is not None}
         return all(_sees_all(core, up) for core in up.values())
 
     def all_know_gone(self, gone: NodeId) -> bool:
-        """No running node holds ``gone`` to be alive."""
+        """Whether no running node holds ``gone`` to be alive."""
         cores = [node.core for node in self.nodes if node.core is not None]
         return all((member := core.members.get(gone)) is None or not member.is_live for core in cores)
 
     def all_know_record(self, node: Node) -> bool:
-        """Every other running node has the node's newest record."""
+        """Whether every other running node has the node's newest record."""
         assert node.core is not None
         for other in self.nodes:
             if other is not node and other.core is not None:

@@ -18,7 +18,7 @@ _REAP_EVERY_S = 5.0
 
 
 class Beliefs:
-    """One node's. ``on_appeared`` is called when one that was not thought alive spoke itself."""
+    """One node's beliefs. ``on_appeared`` is called when a member that was not thought alive spoke itself."""
 
     def __init__(self, local: Local, fetcher: Fetcher) -> None:
         self._local = local
@@ -33,7 +33,7 @@ class Beliefs:
     # --- what is heard
 
     def heard(self, now_s: float, node: bytes, incarnation: int, version: int, source: Address | None) -> None:
-        """A node itself spoke; ``source``: from where."""
+        """Takes that a node itself spoke; ``source`` says from where."""
         local = self._local
         if node == local.node:
             return
@@ -70,12 +70,13 @@ class Beliefs:
             self.on_appeared(now_s, member)
 
     def merge_all(self, now_s: float, updates: tuple[Update, ...], source: Address | None) -> None:
-        """The news of a packet."""
+        """Merges the updates of a packet."""
         for update in updates:
             self.merge(now_s, update, source)
 
     def merge_digest(self, now_s: float, updates: tuple[Update, ...], sender: NodeId, source: Address | None) -> None:
-        """Of a whole view: after a cut the other side thinks this one dead. That is a suspicion, for the accused to refute."""
+        """Merges a whole view. A death in it counts as a suspicion, which the accused may refute: after a cut each side
+        thinks the other dead."""
         for update in updates:
             member = self._local.members.get(NodeId(update.node))
             if update.status == Status.DEAD and member is not None and member.is_live:
@@ -83,14 +84,14 @@ class Beliefs:
             self.merge(now_s, update, source)
 
     def suspect(self, now_s: float, member: Member, incarnation: int) -> None:
-        """This node had no answer from a member."""
+        """Suspects a member that gave this node no answer."""
         accusers = (self._local.node,)
         self.merge(now_s, Update(member.node, incarnation, int(Status.SUSPECT), member.version, accusers), None)
 
     # --- merging
 
     def merge(self, now_s: float, update: Update, source: Address | None, how: str = "another member told") -> None:
-        """The greater of two beliefs holds, whoever tells it and however often."""
+        """Merges an update: the greater of two beliefs holds, whoever tells it and however often."""
         node = NodeId(update.node)
         member = self._local.members.get(node)
         if (
@@ -133,7 +134,7 @@ class Beliefs:
             local.health.worse()
             local.news.add(local.node)
         if update.version > local.version:
-            # Of a time that this node's disk does not remember.
+            # The others remember a time of this node that its disk does not.
             old = local.record
             local.set_record(update.version + 1, old.addresses, old.port, old.payload)
 
@@ -199,7 +200,7 @@ class Beliefs:
         self._believe(now_s, member, Update(member.node, member.incarnation, int(Status.DEAD), member.version))
 
     def forgive(self, late_s: float) -> None:
-        """This node was late: what suspects sent meanwhile is not read yet."""
+        """Prolongs all suspicions: this node was late, and what suspects sent meanwhile is not read yet."""
         for member in self._local.members:
             if member.suspicion is not None:
                 member.suspicion.started_s += late_s

@@ -21,12 +21,12 @@ class Broadcasts:
         return len(self._level_of)
 
     def add(self, node: NodeId) -> None:
-        """The member's state changed: it is sent anew from the start."""
+        """Takes that a member's state changed: it is sent anew from the start."""
         self.discard(node)
         self._put(node, 0)
 
     def discard(self, node: NodeId) -> None:
-        """The member is forgotten."""
+        """Sends nothing of a member any more."""
         level = self._level_of.pop(node, None)
         if level is not None:
             del self._levels[level][node]
@@ -35,6 +35,8 @@ class Broadcasts:
         """Up to ``limit`` members, least-sent first, newest first among these; each counts as sent once more."""
         chosen: list[tuple[NodeId, int]] = []
         for number, level in enumerate(self._levels):
+            if len(chosen) == limit:
+                break
             chosen += [(node, number) for node in islice(reversed(level), limit - len(chosen))]
         for node, number in chosen:
             del self._levels[number][node]

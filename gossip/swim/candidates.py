@@ -1,6 +1,6 @@
-"""Addresses at which somebody may be: announced by multicast DNS, named as seeds. Tried until a member answers there.
+"""Addresses at which somebody may be, announced by multicast DNS or named as seeds, until a member answers there.
 
-Tried for ever, at growing intervals: a seed may be switched on an hour later (SCENARIOS DISC-7).
+They are tried for ever, at growing intervals: a seed may be switched on an hour later.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gossip.swim.settings import Settings
 
 @dataclass
 class Candidate:
-    """``member``: who answered there last."""
+    """One address that is tried. ``member`` answered there last."""
 
     address: Address
     source: str
@@ -46,7 +46,7 @@ class Candidates:
         return self._all.get(address)
 
     def add(self, address: Address, source: str, now_s: float) -> None:
-        """Somebody may be there: to be tried at once, but no address more often than each `candidate_retry_s`."""
+        """Adds an address, to be tried at once, but no address more often than each `candidate_retry_s`."""
         known, retry_s = self._all.get(address), self._settings.candidate_retry_s
         if known is not None:
             known.source = source
@@ -55,23 +55,23 @@ class Candidates:
             self._all[address] = Candidate(address, source, now_s, retry_s)
 
     def remove(self, address: Address) -> None:
-        """Its source no longer says so."""
+        """Removes an address whose source no longer names it."""
         self._all.pop(address, None)
 
     def answered(self, address: Address, member: NodeId) -> None:
-        """A member answered there."""
+        """Takes that a member answered at an address."""
         candidate = self._all.get(address)
         if candidate is not None:
             candidate.member, candidate.problem = member, ""
 
     def refuse(self, address: Address, problem: str) -> None:
-        """Who is there is no peer."""
+        """Notes that who is at an address is no peer, and why."""
         candidate = self._all.get(address)
         if candidate is not None:
             candidate.problem = problem
 
     def due(self, now_s: float) -> list[Candidate]:
-        """Those to be tried now; each waits longer after it."""
+        """The candidates to be tried now; each waits longer after it."""
         due = [candidate for candidate in self._all.values() if candidate.next_s <= now_s]
         for candidate in due:
             candidate.tries += 1
@@ -81,5 +81,5 @@ class Candidates:
         return due
 
     def next_s(self) -> float | None:
-        """When the next one is to be tried."""
+        """When the next candidate is to be tried; None without any."""
         return min((candidate.next_s for candidate in self._all.values()), default=None)

@@ -2,9 +2,9 @@
 
 It has no socket, no clock and no randomness of its own. `Gossip.next_s` says when it wants a `Tick`.
 
-Beyond the papers: probes go round in a fixed order (`gossip.swim.ring`); a member that does not answer is also pinged at its other
-addresses and over TCP (`gossip.swim.probing`); the dead are pinged now and then, so that a healed cut is noticed
-(`gossip.swim.seeking`); a node whose own loop was late accuses nobody of what it may have missed itself.
+Beyond the papers: probes go round in a fixed order (`gossip.swim.ring`); a member that does not answer is also pinged
+at its other addresses and over TCP (`gossip.swim.probing`); the dead are pinged now and then, so that a healed cut is
+noticed (`gossip.swim.seeking`); a node whose own loop was late accuses nobody of what it may have missed itself.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ from gossip.swim.seeking import Seeker
 from gossip.swim.settings import Settings
 from gossip.swim.syncing import Syncs
 
+#: So many members are told goodbye; they pass it on.
 _LEAVE_PACKETS = 8
 
 
 class Sizes(NamedTuple):
-    """How much of everything a node holds. ``live``: members, itself included."""
+    """How much of everything a node holds. ``live`` counts the node itself."""
 
     members: int
     live: int
@@ -88,27 +89,27 @@ class Gossip:
 
     @property
     def incarnation(self) -> int:
-        """Of this node."""
+        """This node's incarnation."""
         return self._local.incarnation
 
     @property
     def record(self) -> Record:
-        """This node's own."""
+        """This node's own record."""
         return self._local.record
 
     @property
     def version(self) -> int:
-        """Of this node's record."""
+        """The version of this node's record."""
         return self._local.version
 
     @property
     def members(self) -> Members:
-        """The others."""
+        """The other nodes that this one knows."""
         return self._local.members
 
     @property
     def probed(self) -> list[NodeId]:
-        """Those who are probed, in turn."""
+        """The members that are probed, in their order."""
         return list(self._local.ring)
 
     @property
@@ -123,7 +124,7 @@ class Gossip:
 
     @property
     def sizes(self) -> Sizes:
-        """How much it holds."""
+        """How much this node holds."""
         local, members = self._local, self._local.members
         return Sizes(
             members=len(members),
@@ -147,13 +148,13 @@ class Gossip:
 
     @property
     def next_s(self) -> float:
-        """When `Tick` is due; infinite before `start`, and after `Leaving`."""
+        """When the next `Tick` is due; infinite before `start`, and after `Leaving`."""
         return float("inf") if self._local.leaving else self._local.timers.next_s
 
     # --- what happens
 
     def start(self, now_s: float) -> None:
-        """Begins."""
+        """Begins to gossip."""
         for part in (self._prober, self._syncs, self._seeker, self._beliefs):
             part.start(now_s)
 
@@ -220,7 +221,7 @@ class Gossip:
         self._beliefs.heard(now_s, packet.sender, packet.incarnation, packet.version, source)
         self._beliefs.merge_all(now_s, packet.updates, source)
         if packet.kind == Kind.PING:
-            # For another node: an address that now belongs to this one (SCENARIOS DISC-2, the id check).
+            # A ping for another node came to an address that now belongs to this one: the id tells.
             if packet.target is None or packet.target == self.node:
                 self._local.send(source, self._acknowledgement(packet))
         elif packet.kind == Kind.ACK:

@@ -39,7 +39,7 @@ class Announced(NamedTuple):
 
 
 class Withdrawn(NamedTuple):
-    """The source no longer says so."""
+    """The source no longer says that a node is at an address."""
 
     address: Address
 
@@ -97,7 +97,7 @@ class Change(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Notify:
-    """Tell the program. ``detail`` for people."""
+    """Tell the program of a change; ``detail`` is for people."""
 
     change: Change
     node: NodeId

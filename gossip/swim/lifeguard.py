@@ -11,13 +11,13 @@ from gossip.swim.settings import Settings
 
 @dataclass
 class Suspicion:
-    """Of one member, begun at ``started_s``. ``accusers``: members that suspect it too, this node included."""
+    """The suspicion of one member since ``started_s``. ``accusers`` are who suspects it, this node included."""
 
     started_s: float
     accusers: set[NodeId] = field(default_factory=set)
 
     def confirm(self, accuser: NodeId, settings: Settings) -> bool:
-        """Another member's suspicion. True if it shortens this one."""
+        """Takes another member's suspicion. True if it shortens this one."""
         if accuser in self.accusers or len(self.accusers) > settings.confirmations:
             return False
         self.accusers.add(accuser)
@@ -41,17 +41,17 @@ class Suspicion:
 
 @dataclass
 class LocalHealth:
-    """``score`` 0 is healthy; timeouts are ``score + 1`` times as long."""
+    """How far this node doubts itself: ``score`` 0 is healthy; timeouts are ``score + 1`` times as long."""
 
     maximum: int
     score: int = 0
 
     def worse(self, by: int = 1) -> None:
-        """An answer was missed, a helper was silent, the loop was late, or this node had to refute."""
+        """Counts a missed answer, a silent helper, a late loop, or a suspicion that this node had to refute."""
         self.score = min(self.maximum - 1, self.score + by)
 
     def better(self) -> None:
-        """A probe went well."""
+        """Counts a probe that went well."""
         self.score = max(0, self.score - 1)
 
     def scaled(self, time_s: float) -> float:

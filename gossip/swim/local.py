@@ -18,7 +18,7 @@ from gossip.swim.timers import Timers
 
 
 class Local:
-    """One node. Everything that it sends and tells is collected in ``actions``."""
+    """One node, as its parts share it. Everything that it sends and tells is collected in ``actions``."""
 
     def __init__(self, node: NodeId, boot: int, random: Random, settings: Settings) -> None:
         self.node = node
@@ -41,7 +41,7 @@ class Local:
 
     @property
     def version(self) -> int:
-        """Of its record."""
+        """The record's version."""
         return self.record.version
 
     def own_update(self) -> Update:
@@ -50,12 +50,12 @@ class Local:
         return Update(self.node, self.incarnation, int(status), self.record.version)
 
     def set_record(self, version: int, addresses: tuple[str, ...], port: int, payload: bytes) -> None:
-        """A new version of this node's record."""
+        """Puts a new version of this node's record in place of the last."""
         self.record = Record(self.node, version, addresses, port, payload)
         self.news.add(self.node)
 
     def hash(self) -> bytes:
-        """Of this node's view of who lives."""
+        """A hash of this node's view of who lives, 16 bytes."""
         return self.members.hash(self.own_update())
 
     def digest(self) -> tuple[Update, ...]:
@@ -65,7 +65,7 @@ class Local:
     # --- what it wants done
 
     def next_sequence(self) -> int:
-        """Of a ping or a request."""
+        """The number of the next ping or request."""
         self._sequence += 1
         return self._sequence
 
@@ -82,7 +82,7 @@ class Local:
         address: Address | None = None,
         first: Update | None = None,
     ) -> Packet:
-        """A packet with news, ``first`` before all."""
+        """A packet of this node with news, ``first`` before all."""
         updates: tuple[Update, ...] = () if first is None else (first,)
         if len(self.news):
             updates += self._pick_news(UPDATES_MAX - len(updates), first.node if first is not None else None)
@@ -99,7 +99,7 @@ class Local:
         return tuple(updates)
 
     def accusation(self, node: NodeId) -> Update | None:
-        """What a node is to refute, if there is anything."""
+        """The belief of a node that it is to refute, if there is one."""
         member = self.members.get(node)
         if member is not None:
             return None if member.status is Status.ALIVE else member.update()
@@ -107,26 +107,26 @@ class Local:
         return None if buried is None else Update(node, buried, int(Status.DEAD), 0)
 
     def send(self, address: Address, packet: Packet) -> None:
-        """By UDP."""
+        """Queues a packet to be sent by UDP."""
         self.actions.append(Send(address, packet))
 
     def ask(self, address: Address, request: Request, then: Callable[[float, Reply | None], None]) -> None:
-        """By TCP. ``then`` gets the time and the reply, or None."""
+        """Queues a request to be sent over TCP. ``then`` gets the time and the reply, or None."""
         token = self.next_sequence()
         self._asked[token] = then
         self.actions.append(Ask(address, token, request))
 
     @property
     def n_asked(self) -> int:
-        """Requests without a reply so far."""
+        """How many requests have no reply so far."""
         return len(self._asked)
 
     def replied(self, now_s: float, token: int, reply: Reply | None) -> None:
-        """The reply to what was asked."""
+        """Hands a reply to whoever asked."""
         then = self._asked.pop(token, None)
         if then is not None:
             then(now_s, reply)
 
     def notify(self, change: Change, node: NodeId, detail: str = "") -> None:
-        """Tells the program."""
+        """Queues a notification of the program."""
         self.actions.append(Notify(change, node, detail))

@@ -17,7 +17,7 @@ from gossip.swim.paths import Paths
 
 @dataclass(slots=True)
 class Member:
-    """Another node. ``version``: of the newest record heard of; ``record``: the newest one held.
+    """Another node. ``version`` is that of the newest record heard of, ``record`` the newest one held.
 
     ``since_s``: when ``status`` last changed. ``heard_s``: when the member itself was last heard.
     """
@@ -35,17 +35,17 @@ class Member:
 
     @property
     def is_live(self) -> bool:
-        """Alive as far as anybody knows: suspects are."""
+        """Whether it is alive as far as anybody knows: suspects are."""
         return self.status <= Status.SUSPECT
 
     @property
     def is_hearsay(self) -> bool:
-        """Live by what others told alone. That is not passed on, or one that is gone could be told of for ever."""
+        """Whether it is live only by what others told. That is not passed on, or it could go round for ever."""
         return self.is_live and self.record is None
 
     @property
     def address(self) -> Address | None:
-        """Where it is spoken to."""
+        """The address at which it is spoken to."""
         return self.paths.current
 
     @property
@@ -88,17 +88,17 @@ class Members:
 
     @property
     def gone(self) -> list[Member]:
-        """Those that died or left and are not forgotten yet."""
+        """The members that died or left and are not forgotten yet."""
         return list(self._gone.values())
 
     @property
     def unconfirmed(self) -> list[Member]:
-        """Those without a record."""
+        """The members without a record."""
         return list(self._unconfirmed.values())
 
     @property
     def n_unconfirmed(self) -> int:
-        """How many are without a record."""
+        """How many members are without a record."""
         return len(self._unconfirmed)
 
     @property
@@ -108,7 +108,7 @@ class Members:
 
     @property
     def record_bytes(self) -> int:
-        """Payloads of all records."""
+        """The bytes of all records' payloads together."""
         return self._record_bytes
 
     def buried(self, node: NodeId) -> int | None:
@@ -117,7 +117,7 @@ class Members:
         return None if entry is None else entry[0]
 
     def add(self, node: NodeId, incarnation: int, version: int, source: str, now_s: float) -> Member | None:
-        """A new live member; None where there are too many."""
+        """Adds a live member; None where there are too many."""
         if len(self._members) >= MEMBERS_MAX or len(self._unconfirmed) >= UNCONFIRMED_MAX:
             return None
         self._tombstones.pop(node, None)
@@ -139,7 +139,7 @@ class Members:
             self._gone[member.node] = member
 
     def keep_record(self, member: Member, record: Record) -> bool:
-        """A record of the member. False: it is not newer, or there is no room for it."""
+        """Keeps a record of the member. False: it is not newer, or there is no room for it."""
         old = member.record
         if old is not None and record.version <= old.version:
             return False
@@ -154,7 +154,7 @@ class Members:
         return True
 
     def forget(self, member: Member, now_s: float, *, bury: bool = True) -> None:
-        """Removes a member; of one that died its incarnation is remembered."""
+        """Removes a member; with ``bury`` its incarnation is remembered."""
         del self._members[member.node]
         self._gone.pop(member.node, None)
         self._unconfirmed.pop(member.node, None)
@@ -167,7 +167,7 @@ class Members:
                 self._tombstones.popitem(last=False)
 
     def forget_tombstones(self, before_s: float) -> None:
-        """Of nodes that were forgotten before then nothing is remembered any more."""
+        """Drops what is remembered of nodes that were forgotten before then."""
         while self._tombstones:
             node, (_, buried_s) = next(iter(self._tombstones.items()))
             if buried_s >= before_s:
@@ -175,7 +175,8 @@ class Members:
             del self._tombstones[node]
 
     def hash(self, own: Update) -> bytes:
-        """Of the live members that are not hearsay, and ``own``: equal in nodes that agree on incarnations and versions."""
+        """A hash of the live members that are not hearsay, and ``own``: equal in nodes that agree on incarnations and
+        versions."""
         return (self._hash ^ fingerprint(own)).to_bytes(16, "big")
 
     def _toggle(self, member: Member) -> None:
@@ -184,7 +185,7 @@ class Members:
 
 
 def fingerprint(member: Member | Update) -> int:
-    """Of who it is and what is known of it, 128 bits."""
+    """A number of 128 bits that stands for who it is and what is known of it."""
     # A suspicion is underway or refuted within seconds: it is not worth comparing whole views for.
     text = member.node + member.incarnation.to_bytes(8, "big") + member.version.to_bytes(8, "big")
     return int.from_bytes(hashlib.blake2b(text, digest_size=16).digest(), "big")

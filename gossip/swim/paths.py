@@ -1,7 +1,7 @@
 """The addresses at which one member may be reached, and which of them is used.
 
 An address is used once the member itself has answered there, and as long as it does: a machine announces all of its
-addresses, and which of them passes depends on where the asker is (SCENARIOS DISC-2).
+addresses, and which of them can be reached depends on where the asker is.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from gossip.limits import PATHS_MAX
 
 @dataclass(slots=True)
 class Path:
-    """One address. ``answered_s`` and ``failed_s``: when it last did, None: never. ``rtt_s`` of the last answer."""
+    """One address. ``answered_s``, ``failed_s``: when it last did; None: never. ``rtt_s`` is the last answer's."""
 
     address: Address
     source: str
@@ -49,7 +49,7 @@ class Paths:
         return first + [path for path in self._paths.values() if path.address not in self._listed]
 
     def add(self, address: Address, source: str) -> bool:
-        """The member may be at ``address``. False: known already, or too many."""
+        """Adds an address where the member may be. False: it is known already, or there are too many."""
         if address in self._paths or len(self._paths) >= PATHS_MAX:
             return False
         self._paths[address] = Path(address, source)
@@ -58,7 +58,7 @@ class Paths:
         return True
 
     def list_own(self, addresses: tuple[Address, ...]) -> None:
-        """The member's record says so: others go, unless the member has answered there since it failed."""
+        """Takes the addresses of the member's record; others go, unless it has answered there since they failed."""
         self._listed = addresses
         for address in list(self._paths):
             path = self._paths[address]
@@ -72,7 +72,7 @@ class Paths:
             self.current = usable[0] if usable else self._best()
 
     def answered(self, address: Address, now_s: float, rtt_s: float | None) -> None:
-        """The member itself answered there."""
+        """Takes that the member itself answered at an address."""
         self.add(address, "it called")
         path = self._paths.get(address)
         if path is None:
@@ -87,12 +87,12 @@ class Paths:
             self._drop_former()
 
     def answered_tcp(self, address: Address) -> None:
-        """The member answered there, but not by UDP."""
+        """Takes that the member answered at an address, but not by UDP."""
         if (path := self._paths.get(address)) is not None:
             path.tcp_only = True
 
     def failed(self, address: Address, now_s: float) -> None:
-        """It should have answered there, and did not."""
+        """Takes that the member should have answered at an address, and did not."""
         path = self._paths.get(address)
         if path is not None:
             path.failed_s = now_s
@@ -101,7 +101,7 @@ class Paths:
                 self.current = self._best()
 
     def alternatives(self, count: int) -> list[Address]:
-        """Other addresses to try now: those that fail least."""
+        """Up to ``count`` other addresses to try now: those that fail least."""
         others = [path for path in self.all() if path.address != self.current]
         others.sort(key=lambda path: (path.failures, path.failed_s or 0.0))
         return [path.address for path in others[:count]]
@@ -114,7 +114,8 @@ class Paths:
             del self._paths[path.address]
 
     def _drop_former(self) -> None:
-        # Where it was before it moved: it says so, and answers at an address of its own. Link-local ones are in no record.
+        # It answers at an address of its record, so these are where it was before it moved. Link-local addresses are in
+        # no record.
         for path in list(self._paths.values()):
             silent = path.failures or (path.answered_s is None and not _is_link_local(path.address))
             if silent and path.address not in self._listed:

@@ -1,4 +1,4 @@
-"""Pings on their way, by sequence number, and who waits for their acknowledgement: by UDP, or by TCP where that does not pass."""
+"""Pings on their way, by sequence number, and who waits for each: by UDP, or over TCP where that does not pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gossip.swim.local import Local
 
 
 class Answer(NamedTuple):
-    """To the ping ``sequence``: ``sender`` says that ``alive`` is. ``source``: where that came from; None: over TCP."""
+    """The answer to ping ``sequence``: ``sender`` says that ``alive`` lives. ``source``: from where; None: over TCP."""
 
     sequence: int
     alive: NodeId
@@ -27,7 +27,7 @@ Waiting = Callable[[float, Answer], None]
 
 
 class Pings:
-    """Those of one node."""
+    """The pings of one node."""
 
     def __init__(self, local: Local, beliefs: Beliefs) -> None:
         self._local = local
@@ -38,13 +38,13 @@ class Pings:
         return len(self._waiting)
 
     def expect(self, waiting: Waiting) -> int:
-        """A new sequence number; who ``waiting`` is gets the answers to it until `forget`."""
+        """A new sequence number; ``waiting`` gets the answers to it until `forget`."""
         sequence = self._local.next_sequence()
         self._waiting[sequence] = waiting
         return sequence
 
     def forget(self, _now_s: float, sequence: int) -> None:
-        """Nobody waits for it any more. A timer's action."""
+        """Nobody waits for ``sequence`` any more. It has the form of a timer's action."""
         self._waiting.pop(sequence, None)
 
     def send(self, address: Address, sequence: int, target: NodeId | None, *, tcp: bool = False) -> None:
@@ -57,14 +57,14 @@ class Pings:
             self._local.send(address, packet)
 
     def acknowledged(self, now_s: float, packet: Packet, source: Address | None) -> None:
-        """An acknowledgement came."""
+        """Hands an acknowledgement to whoever waits for it."""
         waiting = self._waiting.get(packet.sequence)
         if waiting is not None:
             alive = packet.target if packet.target is not None else packet.sender
             waiting(now_s, Answer(packet.sequence, NodeId(alive), NodeId(packet.sender), source))
 
     def came_back(self, now_s: float, packet: Packet, source: Address) -> None:
-        """A ping of this node came to itself: nobody else is at that address."""
+        """Takes that a ping of this node came to itself: nobody else is at that address."""
         waiting = self._waiting.get(packet.sequence)
         if waiting is not None:
             waiting(now_s, Answer(packet.sequence, self._local.node, self._local.node, source))

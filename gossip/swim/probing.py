@@ -1,4 +1,4 @@
-"""Who still answers: one member a period, in turn. One that does not is asked again in every way there is, then suspected.
+"""Who still answers: one member a period, in turn. One that does not is asked again in every way, then suspected.
 
 Beyond SWIM: it is also pinged at its other addresses, and over TCP.
 """
@@ -15,13 +15,13 @@ from gossip.swim.local import Local
 from gossip.swim.members import Member
 from gossip.swim.pings import Answer, Pings
 
-# Addresses beside the one in use.
+# A silent member is pinged at so many addresses beside the one in use.
 _ALTERNATIVES = 3
 
 
 @dataclass(eq=False)
 class _Probe:
-    """A member that was pinged and has not answered yet. ``sent``: addresses pinged, and when."""
+    """A member that was pinged and has not answered yet. ``sent`` says which addresses were pinged, and when."""
 
     member: NodeId
     incarnation: int
@@ -32,7 +32,7 @@ class _Probe:
 
 
 class Prober:
-    """One node's probes."""
+    """The probes of one node."""
 
     def __init__(self, local: Local, beliefs: Beliefs, pings: Pings) -> None:
         self._local = local
@@ -46,7 +46,7 @@ class Prober:
         local.timers.set(now_s + local.random.random() * local.settings.probe_period_s, self._begin, None)
 
     def dismiss(self) -> None:
-        """The probe under way says nothing."""
+        """Ends the probe under way, which then says nothing."""
         probe, self._probe = self._probe, None
         if probe is not None:
             self._pings.forget(0.0, probe.sequence)
@@ -113,7 +113,7 @@ class Prober:
         self._beliefs.suspect(now_s, member, probe.incarnation)
 
     def not_reached(self, packet: Packet) -> None:
-        """A helper had no answer within its time."""
+        """Takes that a helper had no answer within its time."""
         if self._probe is not None and packet.sequence == self._probe.sequence:
             self._probe.silent_helpers.discard(NodeId(packet.sender))
 

@@ -17,12 +17,14 @@ from gossip.swim.members import Member
 
 _RETRY_S = 0.5
 _RETRY_MAX_S = 8.0
-# Asked in one go; most of the others do not have it either.
+# So many are asked in one go; most of the others do not have the record either.
 _SOURCES_MAX = 4
 
 
 @dataclass
 class _Pull:
+    """A record that is wanted, of which ``teller`` spoke last, and who was asked for it in this go."""
+
     teller: Address | None
     not_before_s: float = 0.0
     retry_s: float = _RETRY_S
@@ -40,7 +42,7 @@ class Pulls:
         return len(self._wanted)
 
     def want(self, node: NodeId, teller: Address | None) -> None:
-        """News of a newer record came from ``teller``."""
+        """Takes that news of a newer record came from ``teller``."""
         known = self._wanted.get(node)
         if known is None:
             self._wanted[node] = _Pull(teller)
@@ -75,12 +77,12 @@ class Pulls:
         return None
 
     def done(self, node: NodeId) -> None:
-        """It is held, or no longer wanted: the member is forgotten."""
+        """Ends the pull: the record is held, or the member forgotten."""
         self._running.discard(node)
         self._wanted.pop(node, None)
 
     def failed(self, node: NodeId, now_s: float) -> None:
-        """It did not come: again later, from another if there is one."""
+        """Takes that the record did not come: it is pulled again later, from another if there is one."""
         self._running.discard(node)
         pull = self._wanted.get(node)
         if pull is not None:
@@ -96,7 +98,7 @@ class Pulls:
 
 
 class Fetcher:
-    """One node's pulls."""
+    """Fetches records for one node, and gives away those that it holds."""
 
     def __init__(self, local: Local) -> None:
         self._local = local
@@ -106,16 +108,16 @@ class Fetcher:
         return len(self._pulls)
 
     def want(self, now_s: float, member: Member, teller: Address | None) -> None:
-        """``teller`` says that there is a newer record of a member."""
+        """Fetches a member's record, of which ``teller`` says that there is a newer one."""
         self._pulls.want(member.node, teller)
         self._go_on(now_s)
 
     def forget(self, node: NodeId) -> None:
-        """The member is forgotten."""
+        """Wants nothing of a member any more."""
         self._pulls.done(node)
 
     def give(self, request: PullRequest) -> Record | None:
-        """What a peer gets that asks for a record."""
+        """The record that a peer gets for its request; None if there is none of that version."""
         if request.node == self._local.node:
             return self._local.record
         member = self._local.members.get(NodeId(request.node))

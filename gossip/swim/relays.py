@@ -15,7 +15,7 @@ from gossip.swim.pings import Answer, Pings
 
 @dataclass
 class _Relayed:
-    """``sequence``: that of the ping which ``origin`` sent and which was not answered."""
+    """A ping for another node: ``origin`` sent one of ``sequence`` itself, which was not answered."""
 
     origin: Address
     sequence: int
@@ -23,7 +23,7 @@ class _Relayed:
 
 
 class Relays:
-    """One node as a helper."""
+    """The pings that one node sends as a helper of others."""
 
     def __init__(self, local: Local, pings: Pings) -> None:
         self._local = local
@@ -34,7 +34,7 @@ class Relays:
         return len(self._relayed)
 
     def request(self, now_s: float, packet: Packet, source: Address) -> None:
-        """A member asks for a ping of another one."""
+        """Pings another member, as one asked for in a packet."""
         local = self._local
         if packet.target is None or len(self._relayed) >= RELAYED_PINGS_MAX:
             return

@@ -13,7 +13,7 @@ from gossip.state import NodeId
 
 
 class ProbeRing:
-    """A round over members. ``random`` decides where newcomers go."""
+    """The members in the order in which they are probed. ``random`` decides where newcomers go."""
 
     def __init__(self, random: Random) -> None:
         self._random = random
@@ -28,7 +28,7 @@ class ProbeRing:
         return iter(self._order)
 
     def add(self, node: NodeId) -> None:
-        """A member to be probed from now on."""
+        """Has a member probed from now on."""
         if node in self._members:
             return
         self._members.add(node)
@@ -38,7 +38,7 @@ class ProbeRing:
             self._next += 1
 
     def remove(self, node: NodeId) -> None:
-        """It is probed no longer."""
+        """Has a member probed no longer."""
         if node not in self._members:
             return
         self._members.discard(node)
@@ -48,7 +48,7 @@ class ProbeRing:
             self._next -= 1
 
     def next(self) -> NodeId | None:
-        """The next one; None if there is nobody."""
+        """The member to be probed next; None if there is nobody."""
         if not self._order:
             return None
         self._next %= len(self._order)

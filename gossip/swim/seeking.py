@@ -13,12 +13,12 @@ from gossip.swim.candidates import Candidates
 from gossip.swim.local import Local
 from gossip.swim.pings import Answer, Pings
 
-# Bounds what announcements make a node send.
+# Announcements make a node look at its candidates no more often than this.
 _CANDIDATES_EVERY_S = 0.05
 
 
 class Seeker:
-    """One node's search."""
+    """One node's search for nodes that are not live members."""
 
     def __init__(self, local: Local, pings: Pings, candidates: Candidates) -> None:
         self._local = local
@@ -31,7 +31,7 @@ class Seeker:
         local.timers.set(now_s + local.random.random() * local.settings.reconnect_period_s, self._ping_dead, None)
 
     def announced(self, now_s: float, address: Address, source: str) -> None:
-        """Somebody may be at an address."""
+        """Takes that somebody may be at an address."""
         self._candidates.add(address, source, now_s)
         self._set_timer(now_s)
 

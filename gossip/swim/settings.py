@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Settings:
-    """Times in seconds. Papers: SWIM (Das, Gupta, Motivala 2002), Lifeguard (Dadgar, Phillips, Currey 2018)."""
+    """Times are in seconds. Papers: SWIM (Das, Gupta, Motivala 2002), Lifeguard (Dadgar, Phillips, Currey 2018)."""
 
     #: One member is probed each period, in a fixed random order; its acknowledgement may take `probe_timeout_s`.
     probe_period_s: float = 1.0
@@ -38,15 +38,15 @@ class Settings:
     candidate_retry_max_s: float = 5.0
     #: A member of which nobody gives a record is forgotten.
     unconfirmed_s: float = 30.0
-    #: The event loop was late by more than this: what is missing now may be this node's fault (DISC-1, DISC-6).
+    #: The event loop was late by more than this: the machine slept or is busy, and what is missing is its own fault.
     late_s: float = 0.5
     #: A request over TCP: a record, a digest, a ping where UDP does not pass.
     request_timeout_s: float = 2.0
 
     def suspicion_min_s(self, n_members: int) -> float:
-        """Shortest life of a suspicion among ``n_members``."""
+        """The shortest life of a suspicion among ``n_members``."""
         return self.suspicion_factor * max(1.0, math.log10(max(1, n_members))) * self.probe_period_s
 
     def transmits(self, n_members: int) -> int:
-        """How often one piece of news is sent by each member."""
+        """How often each member sends one update."""
         return self.retransmit_factor * math.ceil(math.log10(n_members + 1))

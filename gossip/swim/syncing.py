@@ -1,4 +1,4 @@
-"""Anti-entropy: now and then a node compares a hash of its view with that of one member, and if it differs, the views."""
+"""Anti-entropy: now and then a node compares the hash of its view with a member's, and where they differ, the views."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from gossip.swim.beliefs import Beliefs
 from gossip.swim.local import Local
 from gossip.swim.members import Member
 
-# With those who just appeared, however many they are.
+# However many members appear, views are compared with one of them in this time.
 _GREET_EVERY_S = 1.0
 
 
 class Syncs:
-    """One node's comparisons."""
+    """The comparisons of one node with others."""
 
     def __init__(self, local: Local, beliefs: Beliefs) -> None:
         self._local = local
@@ -29,12 +29,12 @@ class Syncs:
         local.timers.set(now_s + local.random.random() * local.settings.sync_period_s, self._begin, None)
 
     def greet(self, now_s: float, member: Member) -> None:
-        """A member appeared, or came back."""
+        """Compares views with a member that appeared or came back."""
         if member.address is not None and now_s - self._last_s >= _GREET_EVERY_S:
             self._ask(now_s, member.address)
 
     def answer(self, now_s: float, request: SyncRequest, source: Address | None) -> SyncReply:
-        """What a peer gets that compares."""
+        """The reply to a peer that compares views."""
         local = self._local
         self._beliefs.heard(now_s, request.sender, request.incarnation, request.version, source)
         self._beliefs.merge_digest(now_s, request.members, NodeId(request.sender), source)

@@ -36,7 +36,7 @@ class Timers:
         return float("inf")
 
     def set(self, when_s: float, action: Callable[[float, Subject], None], subject: Subject) -> None:
-        """``action(now_s, subject)`` is to be called at ``when_s``, or earlier if that was said before."""
+        """Has ``action(now_s, subject)`` called at ``when_s``, or earlier if that was said before."""
         key = (action, subject)
         known_s = self._due.get(key)
         if known_s is None or when_s < known_s:
@@ -44,11 +44,11 @@ class Timers:
             heapq.heappush(self._heap, (when_s, next(self._count), key))
 
     def cancel(self, action: Callable[[float, Subject], None], subject: Subject) -> None:
-        """It is not to be done."""
+        """Ends the timer of an action and its subject."""
         self._due.pop((action, subject), None)
 
     def run(self, now_s: float) -> None:
-        """Does what is due."""
+        """Calls the actions that are due."""
         while self.next_s <= now_s:
             key = heapq.heappop(self._heap)[2]
             del self._due[key]

@@ -1,4 +1,4 @@
-"""The gossip core by examples: what one node does when this happens to it. Whole swarms are in test_gossip_simulation.py."""
+"""The gossip core by examples: what one node does when this happens to it. Whole swarms: test_simulation.py."""
 
 from dataclasses import replace
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Changes of a machine's addresses are noticed, and damped (DISC-3)."""
+"""Changes of a machine's addresses are noticed, and damped."""
 
 from __future__ import annotations
 

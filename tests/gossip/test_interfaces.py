@@ -1,4 +1,4 @@
-"""Which of a machine's addresses peers may reach, in which order, and why the others are left out (DISC-2)."""
+"""Which of a machine's addresses peers may reach, in which order, and why the others are left out."""
 
 from __future__ import annotations
 

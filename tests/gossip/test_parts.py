@@ -1,4 +1,4 @@
-"""The parts of the gossip core, each by itself: merging, suspicion, news, the ring, addresses, pulls, candidates, timers."""
+"""The parts of the gossip core by themselves: merging, suspicion, news, ring, addresses, pulls, candidates, timers."""
 
 import math
 from collections import Counter
@@ -62,7 +62,7 @@ UPDATES = st.builds(
 @given(st.lists(UPDATES, max_size=8), st.randoms(use_true_random=False))
 @settings(deadline=None)
 def test_news_means_the_same_in_any_order_and_however_often_it_comes(updates: list[Update], random: Random) -> None:
-    """Of members that are known: idempotent, commutative, associative."""
+    """The merging of beliefs of known members is idempotent, commutative and associative."""
     beliefs = []
     for order in (updates, random.sample(updates, len(updates)), updates + updates[::-1]):
         core = Core()

@@ -1,4 +1,4 @@
-"""Addresses of a member that moves, and of one whose packets somebody repeats (SCENARIOS DISC-2, DISC-3)."""
+"""Addresses of a member that moves, and of one whose packets somebody repeats."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ from gossip.messages import (
     decode_request,
     encode,
 )
-from gossip.simulate.scenarios import Options, Run
+from gossip.simulate.run import Options, Run
 from gossip.simulate.simulation import Node
 from gossip.state import NodeId, Status
 from gossip.swim.core import Gossip
@@ -55,7 +55,7 @@ PING = Packet(int(Kind.PING), A, 1048577, 1050000, 7, B)
 ACK = Packet(int(Kind.ACK), B, 2097152, 2097200, 7, B, None, (Update(A, 1048577, SUSPECT, 1050000, (B, C)),))
 RECORD = Record(A, 1050000, ("192.168.1.10", "fe80::10"), 4100, b"{}")
 DIGEST = (Update(A, 1048577, ALIVE, 1050000), Update(C, 1048576, DEAD, 1048600))
-#: As in docs/protocol.md, in this order.
+#: The golden bytes of docs/protocol.md, in its order.
 GOLDEN: dict[str, tuple[object, object]] = {
     "Ping": (PING, decode_packet),
     "Acknowledgement": (ACK, decode_packet),
@@ -313,7 +313,7 @@ class Receiver:
 
 
 def busy_core() -> Core:
-    """One that knows members alive, suspected and dead, has news to tell and a probe under way."""
+    """A core that knows members alive, suspected and dead, has news to tell and a probe under way."""
     core = Core()
     core.meet(ALICE, BOB, CAROL)
     core.hear(BOB, updates=(Update(ALICE, 1, SUSPECT, 1, (BOB,)), Update(CAROL, 1, DEAD, 1)))
@@ -329,7 +329,6 @@ def test_states_are_compared_deeply() -> None:
     assert state_of(core.gossip) != before
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["random", "truncated", "changed", "of another key", "of no key"])
 def test_100000_packets_of_strangers_change_nothing_but_a_counter(kind: str) -> None:
     draw = random.Random(kind)
@@ -356,7 +355,6 @@ def test_100000_packets_of_strangers_change_nothing_but_a_counter(kind: str) -> 
     assert state_of(core.gossip) == before
 
 
-@pytest.mark.slow
 def test_without_a_key_damaged_packets_may_be_believed_but_break_nothing() -> None:
     draw = random.Random(3)
     core = busy_core()
@@ -414,9 +412,8 @@ def beliefs(core: Gossip) -> dict[NodeId, tuple[object, ...]]:
     return {m.node: (m.incarnation, m.status, m.version, m.record, m.address) for m in core.members}
 
 
-@pytest.mark.slow
 def test_100000_replayed_packets_change_no_belief() -> None:
-    """With a key or without: what was said once and is no longer true is known to be old."""
+    """What was said once and is no longer true is known to be old, with a key or without."""
     run = turbulent_minutes()
     simulation, draw = run.simulation, random.Random(5)
     assert len(run.packets) > 1000
@@ -426,7 +423,7 @@ def test_100000_replayed_packets_change_no_belief() -> None:
     for i in range(100_000):
         node = simulation.nodes[i % 6]
         replayed = draw.choice(run.packets)
-        # From the attacker's address, with the answer to whatever it was.
+        # They come from the attacker's address, with the answer to whatever it was.
         actions = node.core.handle(simulation._clock(node), Received(replayed, Address("10.66.66.66", 666)))  # type: ignore[union-attr]
         assert len(actions) <= 12
     after = [
@@ -438,7 +435,6 @@ def test_100000_replayed_packets_change_no_belief() -> None:
     assert simulation.views_agree() and run.figures.false_deaths == 0
 
 
-@pytest.mark.slow
 def test_replays_do_not_raise_the_dead() -> None:
     run = turbulent_minutes()
     simulation = run.simulation

@@ -26,11 +26,12 @@ def tree(root: Path, files: Mapping[str, str]) -> Path:
 
 
 def v2(folder: str, maximum: str = "max", used_mib: int = 0, cached_mib: int = 0, high: str = "max") -> dict[str, str]:
+    half = cached_mib * MIB // 2
     return {
         f"{V2}{folder}/memory.max": f"{maximum}\n",
         f"{V2}{folder}/memory.high": f"{high}\n",
         f"{V2}{folder}/memory.current": f"{used_mib * MIB}\n",
-        f"{V2}{folder}/memory.stat": f"anon 5\nfile 7\ninactive_file {cached_mib * MIB // 2}\nactive_file {cached_mib * MIB // 2}\n",
+        f"{V2}{folder}/memory.stat": f"anon 5\nfile 7\ninactive_file {half}\nactive_file {half}\n",
     }
 
 
@@ -38,7 +39,9 @@ def v1(folder: str, limit: int, used_mib: int = 0, cached_mib: int = 0) -> dict[
     return {
         f"{V1}{folder}/memory.limit_in_bytes": f"{limit}\n",
         f"{V1}{folder}/memory.usage_in_bytes": f"{used_mib * MIB}\n",
-        f"{V1}{folder}/memory.stat": f"inactive_file 1\nactive_file 1\ntotal_inactive_file {cached_mib * MIB}\ntotal_active_file 0\n",
+        f"{V1}{folder}/memory.stat": (
+            f"inactive_file 1\nactive_file 1\ntotal_inactive_file {cached_mib * MIB}\ntotal_active_file 0\n"
+        ),
     }
 
 
@@ -75,7 +78,12 @@ TREES: dict[str, tuple[dict[str, str], tuple[int, int] | None]] = {
     "v2, above its limit": ({GROUP: "0::/a\n", **v2("/a", str(100 * MIB), 120)}, (100, 0)),
     "v2, nothing but the limit can be read": ({GROUP: "0::/\n", f"{V2}/memory.max": f"{64 * MIB}\n"}, (64, 64)),
     "v2, damaged": (
-        {GROUP: "0::/a\nnonsense\n\n", f"{V2}/a/memory.max": "soon\n", f"{V2}/memory.high": "\n", f"{V2}/memory.stat": "x"},
+        {
+            GROUP: "0::/a\nnonsense\n\n",
+            f"{V2}/a/memory.max": "soon\n",
+            f"{V2}/memory.high": "\n",
+            f"{V2}/memory.stat": "x",
+        },
         None,
     ),
     "v2, a group beside it": ({GROUP: "0::/a/b\n", **v2("/a/c", str(MIB))}, None),

@@ -26,14 +26,14 @@ def node(index: int) -> NodeId:
 
 
 def address(of: NodeId) -> Address:
-    """Where a node is."""
+    """The address of a node."""
     return Address(f"10.0.{of[0]}.{sum(of[1:]) % 256}", 4100)
 
 
 def packet(
     sender: NodeId, kind: Kind = Kind.NEWS, sequence: int = 0, *, updates: tuple[Update, ...] = (), **more: object
 ) -> Packet:
-    """One of a node whose incarnation and record version are 1."""
+    """A packet of a node whose incarnation and record version are 1."""
     fields = {"incarnation": 1, "version": 1, "target": None, "address": None} | more
     return Packet(int(kind), sender, sequence=sequence, updates=updates, **fields)  # type: ignore[arg-type]
 
@@ -58,7 +58,7 @@ class Core:
         self.take(Published((address(SELF).host,), 4100, b"mine"))
 
     def take(self, event: Event) -> list[Action]:
-        """One event, now."""
+        """Gives the core an event, now."""
         return self.gossip.handle(self.now_s, event)
 
     def hear(self, sender: NodeId, kind: Kind = Kind.NEWS, sequence: int = 0, **more: object) -> list[Action]:
@@ -71,10 +71,11 @@ class Core:
             actions = self.hear(other)
             while pulls := [ask for ask in chosen(actions, Ask) if isinstance(ask.request, PullRequest)]:
                 ask = pulls[0]
-                actions = self.take(Replied(ask.token, PullReply(record(NodeId(ask.request.node)))))  # type: ignore[union-attr]
+                reply = PullReply(record(NodeId(ask.request.node)))  # type: ignore[union-attr]
+                actions = self.take(Replied(ask.token, reply))
 
     def wait(self, duration_s: float) -> list[tuple[float, Action]]:
-        """Time passes and nobody says anything; returns what is done, and how long after."""
+        """Lets time pass in silence; returns what is done, and how long after."""
         start_s, end_s = self.now_s, self.now_s + duration_s
         done: list[tuple[float, Action]] = []
         while self.gossip.next_s <= end_s:
@@ -84,7 +85,7 @@ class Core:
         return done
 
     def wait_for_probe(self, within_s: float = 3.0) -> Send:
-        """Time passes until a member is probed."""
+        """Lets time pass until a member is probed."""
         end_s = self.now_s + within_s
         while self.gossip.next_s <= end_s:
             self.now_s = max(self.now_s, self.gossip.next_s)
@@ -94,7 +95,7 @@ class Core:
         raise AssertionError("nobody is probed")
 
     def keep_alive(self, duration_s: float, *nodes: NodeId) -> list[Action]:
-        """Time passes, in which some of the others answer at once; returns what is done."""
+        """Lets time pass, in which some of the others answer at once; returns what is done."""
         done: list[Action] = []
         end_s = self.now_s + duration_s
         while self.gossip.next_s <= end_s:
@@ -109,7 +110,7 @@ class Core:
         return done
 
     def belief(self, of: NodeId) -> tuple[int, str, int] | None:
-        """Incarnation, status and record version."""
+        """What is believed of a node: incarnation, status and record version."""
         member = self.gossip.members.get(of)
         return None if member is None else (member.incarnation, member.status.name, member.version)
 

@@ -68,7 +68,7 @@ class Process:
         raise AssertionError(f"no such {key} within {within_s} s:\n{self._log.read_text()[-4000:]}\n{self.errors()}")
 
     def wait_found(self, *hosts: str, node_id: str | None = None, within_s: float = 15) -> dict[str, Any]:
-        """Until exactly these hosts are what was found last of the node."""
+        """Waits until exactly these hosts are what was found last of the node."""
 
         deadline_s = time.monotonic() + within_s
         while time.monotonic() < deadline_s:
@@ -79,16 +79,16 @@ class Process:
         raise AssertionError(f"not {hosts} within {within_s} s:\n{self._log.read_text()[-4000:]}\n{self.errors()}")
 
     def kill(self) -> None:
-        """As a crash: without goodbye. Without effect on one that has ended."""
+        """Kills the process, as a crash would: without goodbye. Without effect on one that has ended."""
         self._process.kill()
         self._process.wait(5)
 
     def ask_to_end(self) -> None:
-        """With SIGTERM."""
+        """Ends the process by SIGTERM."""
         self._process.send_signal(signal.SIGTERM)
 
     def end(self, within_s: float = 15) -> int:
-        """Its exit status, once it has ended."""
+        """The exit status of the process, once it has ended."""
         return self._process.wait(within_s)
 
 
@@ -112,14 +112,14 @@ class Machine:
             self.ip("addr", "add", address, "dev", "eth0", *(["nodad"] if ":" in address else []))
 
     def cable_to(self, other: Machine, interface: str) -> None:
-        """A link of two, up, with the interface's name on both sides."""
+        """Makes a link of two, up, with the interface's name on both sides."""
         side = ("name", interface, "netns")
         ip("link", "add", *side, self.namespace, "type", "veth", "peer", *side, other.namespace)
         for machine in (self, other):
             machine.ip("link", "set", interface, "up")
 
     def unplug(self) -> None:
-        """Cuts it off from the others; its link stays up."""
+        """Cuts the host off from the others; its link stays up."""
         ip("-n", self.switch, "link", "set", self.port, "nomaster")
 
     def plug_in(self) -> None:
@@ -138,7 +138,7 @@ class Machine:
 
 @contextmanager
 def links(folder: Path, count: int) -> Iterator[list[Machine]]:
-    """That many machines on one switch; all of it is gone on leaving."""
+    """Makes that many machines on one switch; all of it is gone on leaving."""
     label = f"swd{os.getpid() % 100000}x{next(_numbers)}"
     switch = f"{label}-switch"
     machines: list[Machine] = []

@@ -20,7 +20,7 @@ TINY_QWEN35 = SyntheticShape("qwen35moe", n_layer=8, n_vocab=1000, rope_dim=32, 
 
 
 def tiny_model(path: Path, layers: int = 4, **options: object) -> Path:
-    """Some 8 MB."""
+    """Makes a small model file, of some 8 MB."""
     write_synthetic_model(TINY, path, layers=layers, **options)  # type: ignore[arg-type]
     return path
 
@@ -63,7 +63,7 @@ def split_copy(source: Path, folder: Path, count: int) -> Path:
 
 
 def split_of_holes(shape: SyntheticShape, folder: Path, count: int) -> Path:
-    """A model of that shape in `count` sparse files without any weights, which take next to no room; the first of them."""
+    """Makes a model of that shape in `count` sparse files, without weights and next to no room. Returns the first."""
     made = _Tensors(shape, None, 0)
     made.add_all(shape.n_layer)
     tensors = [NewTensor(t.name, t.type, t.ne, partial(_zeros, tensor_bytes(t.type, t.ne))) for t in made.all]

@@ -33,7 +33,7 @@ def ip(*arguments: str) -> None:
 
 
 def eventually(what: str, look: Callable[[], T], within_s: float) -> T:
-    """The first true value that ``look`` gives. One that fails an assertion, as of an agent that is not up yet, is none."""
+    """The first true value that ``look`` gives. A failed assertion, as of an agent that is not up yet, is none."""
     deadline_s = time.monotonic() + within_s
     last: object = None
     while time.monotonic() < deadline_s:
@@ -50,7 +50,7 @@ def eventually(what: str, look: Callable[[], T], within_s: float) -> T:
 
 @dataclass
 class Machine(Host):
-    """A host whose interfaces a test changes. ``agent_port``: of its agent; several may be in one namespace."""
+    """A host whose interfaces a test changes. ``agent_port`` is its agent's; several may be in one namespace."""
 
     switch: str = ""
     switch_port: str = ""
@@ -60,7 +60,7 @@ class Machine(Host):
         ip("-n", self.namespace, *arguments)
 
     def dummy(self, interface: str, address: str) -> None:
-        """An interface that is up, and has nobody at its other end."""
+        """Makes an interface that is up, and has nobody at its other end."""
         end = f"end{next(_numbers)}"
         ip("-n", self.switch, "link", "add", end, "type", "veth", "peer", "name", interface, "netns", self.namespace)
         ip("-n", self.switch, "link", "set", end, "up")
@@ -68,7 +68,7 @@ class Machine(Host):
         self.ip("link", "set", interface, "up")
 
     def cable_to(self, other: Machine, interface: str, own_address: str, other_address: str) -> None:
-        """A link of two, up, with the interface's name on both sides."""
+        """Makes a link of two, up, with the interface's name on both sides."""
         side = ("name", interface, "netns")
         ip("link", "add", *side, self.namespace, "type", "veth", "peer", *side, other.namespace)
         for machine, address in ((self, own_address), (other, other_address)):
@@ -78,7 +78,7 @@ class Machine(Host):
     def start_light(
         self, *arguments: str, env: dict[str, str] | None = None, host_name: str | None = None
     ) -> subprocess.Popen[bytes]:
-        """Starts an agent without experts, in an empty folder, with a log of everything. ``host_name``: instead of a name."""
+        """Starts an agent without experts in an empty folder, logging everything. ``host_name`` stands for a name."""
         empty = self.folder / "empty"
         empty.mkdir(exist_ok=True)
         named = {} if host_name is None else {"SWARM_NODE_NAME": ""}
@@ -191,7 +191,7 @@ class Network:
         return machine
 
     def beside(self, machine: Machine, name: str, port: int) -> Machine:
-        """Another agent on the same machine."""
+        """Makes a second agent on the same machine."""
         folder = self._folder / f"{name}-{port}"
         folder.mkdir()
         other = Machine(name, machine.namespace, machine.address, folder, agent_port=port)
@@ -217,7 +217,7 @@ class Network:
 
 @contextmanager
 def network(folder: Path) -> Iterator[Network]:
-    """A new network; everything on it ends on leaving."""
+    """Makes a new network; everything on it ends on leaving."""
     made = Network(folder)
     try:
         yield made

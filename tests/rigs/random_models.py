@@ -40,8 +40,8 @@ class Shape:
     """Sizes of a random model of the architecture `qwen3moe` or `qwen35moe`.
 
     Rows are multiples of 256 by default, which K-quants need. `n_ff_shared`, `merged` (gate and up in one tensor) and
-    `n_nextn` (blocks for multi-token prediction after the `n_layer` others, with experts that an ordinary decode does not
-    use) are qwen35moe's; three of its four layers are gated delta nets.
+    `n_nextn` (blocks for multi-token prediction after the `n_layer` others, with experts that an ordinary decode does
+    not use) are qwen35moe's; three of its four layers are gated delta nets.
     """
 
     architecture: str
@@ -90,7 +90,7 @@ def big_model(expert_bytes: int = 1 << 30) -> Path:
 
 
 def split_model(path: Path, max_tensors: int = 20) -> Path:
-    """`path`, a cached model, cut by llama-gguf-split into parts of at most `max_tensors` tensors; the first part."""
+    """Cuts `path`, a cached model, by llama-gguf-split into parts of at most `max_tensors` tensors; the first part."""
     folder = path.with_suffix(f".split-{max_tensors}")
     if not folder.is_dir():
         with tempfile.TemporaryDirectory(dir=path.parent) as work:

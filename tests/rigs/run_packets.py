@@ -1,6 +1,6 @@
 """Packets that no node sends, for test_agents_discovery.py: run by Python in a machine's namespace.
 
-run_packets.py capture SECONDS FILE        the gossip packets that this machine sends and gets, one in hexadecimal a line
+run_packets.py capture SECONDS FILE        gossip packets that this machine sends and gets, one in hexadecimal a line
 run_packets.py flood HOST FILE SEED COUNT  COUNT packets to a node: random ones, and what becomes of captured ones
 run_packets.py future HOST SWARM           packets of the next version of the protocol, for a second
 """
@@ -43,7 +43,7 @@ def capture(seconds: float, file: Path) -> None:
 
 
 def flood(host: str, file: Path, seed: int, count: int) -> None:
-    """Without captured packets (an empty file), only what nobody could have sent."""
+    """Sends packets to a node; without captured ones (an empty file), only what nobody could have sent."""
     rng = random.Random(seed)
     captured = [bytes.fromhex(line) for line in file.read_text().split()]
     # Each of them looks like another node's.

@@ -25,7 +25,7 @@ Fault = Callable[[web.Request], Awaitable[web.StreamResponse | None]]
 
 @dataclass
 class Node:
-    """A source. ``asked``: the requests for pieces that it got, with their Range headers."""
+    """A source of pieces. ``asked`` holds the requests that it got, with their Range headers."""
 
     url: str
     service: ModelService

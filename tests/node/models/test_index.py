@@ -384,8 +384,10 @@ def _mutant(rng: np.random.Generator, content: bytes, header_bytes: int) -> byte
 
 
 def fuzz(folder: Path, seconds: float, seed: int, at_least: int = 0) -> tuple[int, int]:
-    """Damaged headers for so long, some in files that go on with zeros as far as one cares to read; how many, and how many
-    of them are models all the same."""
+    """Reads damaged headers for so long, some in files that go on with zeros as far as one cares to read.
+
+    Returns how many, and how many of them are models all the same.
+    """
     path = _write(folder / "fuzz.gguf", _key_values(), _tensors())
     content, header_bytes = path.read_bytes(), read_header(path).tensors[0].offset
     rng = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""SCENARIOS FILE-3: models are told apart by their bytes, whatever their names and however they are split."""
+"""Models are told apart by their bytes, whatever their names and however they are split."""
 
 from __future__ import annotations
 

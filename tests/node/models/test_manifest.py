@@ -72,7 +72,7 @@ def test_a_piece_is_an_expert_or_a_stretch_of_the_trunk(index: ModelIndex) -> No
     assert set(experts) == {(layer, expert) for layer in range(4) for expert in range(8)}
     expert = found[experts[2, 7]]
     assert expert.key == ("expert", 2, 7)
-    # In the order of names, whatever the file's.
+    # Tensors come in the order of their names, whatever the file's order is.
     names = ["ffn_down_exps.weight", "ffn_gate_exps.weight", "ffn_up_exps.weight"]
     assert expert.parts(index) == tuple(index.slice_parts(2, 7, 7)[name].parts[0] for name in names)
     assert index.trunk_tensors[found[0].key[1]].name == min(tensor.name for tensor in index.trunk_tensors)

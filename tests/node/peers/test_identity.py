@@ -20,7 +20,7 @@ FILES = ("identity.json", "identity.backup.json")
 
 
 def start(root: Path, name: str = "alpha") -> Identity:
-    """One start of a node, and its end."""
+    """Starts a node and ends it."""
     with hold_identity(root, name) as identity:
         return identity
 

@@ -1,4 +1,4 @@
-"""The swarm's models: who has them, and which one a user means. And the commands that list and remove what was fetched."""
+"""The swarm's models: who has them, which one a user means, and the commands that list and remove fetched ones."""
 
 from __future__ import annotations
 

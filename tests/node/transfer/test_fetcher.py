@@ -130,7 +130,7 @@ async def _error_page(request: web.Request) -> web.StreamResponse:
 
 
 async def _long_error_page(request: web.Request) -> web.StreamResponse:
-    """Of the right length, and said to be what was asked for."""
+    """Gives a page of the right length, and says that it is what was asked for."""
     first, last = int(request.query["from"]), int(request.query["to"])
     copy = local_copy(LARGE)
     return web.Response(body=b"<html>".ljust(sum(p.bytes for p in copy.pieces[first : last + 1])))
@@ -160,7 +160,7 @@ async def _stalls(request: web.Request) -> web.StreamResponse:
 
 
 async def _lies(request: web.Request) -> web.StreamResponse:
-    """One bit of the last piece is flipped."""
+    """Flips one bit of the last piece."""
     copy = local_copy(LARGE)
     first, last = int(request.query["from"]), int(request.query["to"])
     skip = int((request.headers.get("Range") or "bytes=0-")[6:-1])

@@ -1,4 +1,4 @@
-"""The planner of transfers as a state machine: sources come, go, stall, break off and lie, and every piece comes in the end."""
+"""The planner of transfers as a state machine: sources come, go, stall, break off and lie; every piece comes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ N_PIECES = 12
 
 @dataclass
 class Request:
-    """One in flight, and how far it is: ``number`` is the next piece, of which ``have`` bytes are there."""
+    """A request in flight, and how far it is: ``number`` is the next piece, of which ``have`` bytes are there."""
 
     ask: Ask
     number: int
@@ -178,7 +178,7 @@ class Transfers(RuleBasedStateMachine):
         assert self.transfer.missing_bytes == sum(self.sizes[n] for n in set(range(1, N_PIECES)) - self.done)
 
     def teardown(self) -> None:
-        """With one good source from now on, it ends."""
+        """The transfer ends, with one good source from now on."""
         for request in list(self.requests):
             self.transfer.ended(request.ask)
         for one in self.unverified:
