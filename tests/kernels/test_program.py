@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import time
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ import kernels
 from kernels import reference
 from rigs.layers import SWIGLU, program
 from rigs.program_texts import BAD_TEXTS
+from rigs.timing import cheaply
 
 
 def c_hexadecimal(value: float) -> str:
@@ -223,8 +223,6 @@ def test_refusal_is_quick() -> None:
         "swarm-program 1\ninput row\n" + "%0 = sqr h\n" * 365 + "return %0\n",
     ]
     for text in texts:
-        start = time.perf_counter()
-        with pytest.raises(kernels.ProgramError) as caught:
+        with cheaply(0.1), pytest.raises(kernels.ProgramError) as caught:
             kernels.Program(text)
-        assert time.perf_counter() - start < 0.1
         assert len(str(caught.value)) < 9000

@@ -17,6 +17,7 @@ from node.expert_server import wire
 from node.number_formats import from_wire, to_wire
 from rigs import ROOT
 from rigs.calls import GOLDEN_ERROR, MALFORMED, SHAPE, encoded, floats, golden_reply, golden_request, ints, mutated
+from rigs.timing import cheaply
 
 
 def golden_bytes() -> list[bytes]:
@@ -113,10 +114,8 @@ def test_a_value_that_does_not_fit_is_refused(dtype: str, value: float) -> None:
 
 @pytest.mark.parametrize("name", MALFORMED)
 def test_malformed_requests_are_refused(name: str) -> None:
-    started_s = time.perf_counter()
-    with pytest.raises(MalformedMessage):
+    with cheaply(0.05), pytest.raises(MalformedMessage):
         decode(MALFORMED[name])
-    assert time.perf_counter() - started_s < 0.05
 
 
 @pytest.mark.parametrize("name", MALFORMED)
