@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import BinaryIO
 
-PARENT_VARIABLE = "SWARM_PARENT_PID"
+from node import environment
 
 _PR_SET_PDEATHSIG = 1
 
@@ -28,7 +28,7 @@ NO_BACKTRACE = {"GGML_NO_BACKTRACE": "1"}
 
 def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment for a child that calls `tie_to_parent`, with `extra` added."""
-    return {**os.environ, **(extra or {}), PARENT_VARIABLE: str(os.getpid())}
+    return {**os.environ, **(extra or {}), environment.PARENT_PID: str(os.getpid())}
 
 
 def tie_to_parent() -> bool:
@@ -38,7 +38,7 @@ def tie_to_parent() -> bool:
     is done. Linux sends the signal when the *thread* that started the child ends: start children from a thread that
     lives as long as the program, such as the one of its event loop. Survives exec.
     """
-    parent = os.environ.pop(PARENT_VARIABLE, "")
+    parent = os.environ.pop(environment.PARENT_PID, "")
     if not sys.platform.startswith("linux") or not parent.isdigit():
         return False
     libc = ctypes.CDLL(None, use_errno=True)

@@ -193,13 +193,15 @@ def main() -> None:
     add("--users-servers", type=int, nargs="+", default=[1, 2], help="for users (default: 1 2)")
     add("--wire-servers", type=int, nargs="+", default=[1, 2, 4], help="for wire (default: 1 2 4)")
     add("--wire-chunks", type=int, default=6, help="texts of 256 tokens whose next words are compared (default: 6)")
-    add("--poll-us", type=int, default=environment.DEFAULT_US, help="setting [node] poll_us (default: %(default)s)")
+    add(
+        "--poll-us", type=int, default=environment.DEFAULT_POLL_US, help="setting [node] poll_us (default: %(default)s)"
+    )
     add("--json", action="store_true", help="JSON instead of the tables")
     options = parser.parse_args()
     options.progress = _progress
     # As Ctrl-C does it: the programs that were started are ended.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    os.environ[environment.VARIABLE] = str(options.poll_us)
+    os.environ[environment.POLL_US] = str(options.poll_us)
     document = asyncio.run(run(options))
     document["load_after"] = os.getloadavg()
     if sys.stderr.isatty():

@@ -25,7 +25,7 @@ N_EMBD, N_FF, N_EXPERT = 3072, 4, 8
 
 async def call_costs(n_servers: int, rounds: int, poll_us: int, threads: int = 1) -> dict[str, Any]:
     """Times in microseconds of calls for one token that uses one expert on each of the servers, in mode `sum`."""
-    variables = {environment.VARIABLE: str(poll_us)}
+    variables = {environment.POLL_US: str(poll_us)}
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="swarm-bench-")))
         generator = np.random.default_rng(0)

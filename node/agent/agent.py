@@ -31,7 +31,6 @@ from node.agent.status import status_routes
 from node.agent.trace_routes import trace_routes
 from node.api.front_door import Door, DoorOptions, Here, PeerProof, ServedModel, There, Unavailable, add_routes
 from node.errors import ModelError, SwarmError
-from node.expert_server.guard import CALL_KEY_VARIABLE
 from node.models.index import ModelIndex
 from node.models.known import KnownModels
 from node.models.local import LocalModels
@@ -41,8 +40,9 @@ from node.peers.http import PeerClient, PeerGuard
 from node.peers.identity import Identity
 from node.peers.peering import Peering
 from node.records import Record, Router, encode
-from node.router.engine import EngineOptions, ExpertFailure
 from node.router.engine_metrics import EngineMetrics
+from node.router.failure import ExpertFailure
+from node.router.llama_server import EngineOptions
 from node.router.programs import ModelPrograms, read_programs
 from node.settings.load import Config
 from node.slices import Slice
@@ -400,8 +400,8 @@ class Agent:
         return holder
 
     def _child_environment(self) -> dict[str, str]:
-        key = {} if self._key is None else {CALL_KEY_VARIABLE: self._key.derive("call").hex()}
-        settings = {environment.VARIABLE: str(self.config.node.poll_us), log_levels.VARIABLE: self.config.log.level}
+        key = {} if self._key is None else {environment.CALL_KEY: self._key.derive("call").hex()}
+        settings = {environment.POLL_US: str(self.config.node.poll_us), log_levels.VARIABLE: self.config.log.level}
         return {**settings, **key}
 
 

@@ -13,7 +13,9 @@ from node.agent.placement import Candidate, LayerSize, plan
 from node.errors import SwarmError
 from node.models.index import ModelIndex
 from node.records import Plan, Record, Router
-from node.router.engine import EngineOptions, ExpertFailure, RouterEngine, router_engine
+from node.router.engine import RouterEngine, router_engine
+from node.router.failure import ExpertFailure
+from node.router.llama_server import EngineOptions
 from node.router.programs import ModelPrograms
 from node.router.table import RoutingNode, RoutingSlice, RoutingTable
 from node.slices import Slice, gaps

@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from node.errors import SwarmError
-from node.router.engine import ExpertFailure
+from node.router.failure import ExpertFailure
 
 #: What llama-server says when a batch could not be computed, whatever the cause (tools/server/server-context.cpp).
 COMPUTE_ERROR = "Compute error"

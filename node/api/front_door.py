@@ -27,7 +27,7 @@ from node.api.swarm import RETRY_S, Here, PeerProof, ServedModel, Swarm, There, 
 from node.api.turns import Turns
 from node.api.upstream import Relay, Upstream, UpstreamBroken, UpstreamUnreachable
 from node.peers.http import RELAY_PREFIX
-from node.router.engine import ExpertFailure
+from node.router.failure import ExpertFailure
 
 #: With the answers that its agent gives, which make no sense without the door.
 __all__ = [

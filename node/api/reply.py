@@ -11,7 +11,7 @@ from node.api.client_watch import ClientWatch
 from node.api.errors import Api, ApiError, ComputeError
 from node.api.event_stream import EventStream
 from node.api.upstream import Answer
-from node.router.engine import ExpertFailure
+from node.router.failure import ExpertFailure
 
 # The experts' report comes on another connection than llama-server's answer, a little before or after it.
 _REPORT_WAIT_S = 1.0

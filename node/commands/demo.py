@@ -24,7 +24,9 @@ from node.commands.local_swarm import LocalSwarm, LocalSwarmOptions, local_swarm
 from node.expert_server.process import ProcessEvent, SliceAnswer
 from node.models.demo import demo_model
 from node.models.index import ModelIndex, read_model
-from node.router.engine import REPORT_DELAY_S, EngineOptions, ExpertFailure
+from node.router.engine import REPORT_DELAY_S
+from node.router.failure import ExpertFailure
+from node.router.llama_server import EngineOptions
 from node.router.programs import read_programs
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +22,9 @@ from node.expert_server.process import (
     SliceOrder,
 )
 from node.models.index import ModelIndex
-from node.router.engine import EngineOptions, ExpertFailure, RouterEngine, router_engine
+from node.router.engine import RouterEngine, router_engine
+from node.router.failure import ExpertFailure
+from node.router.llama_server import EngineOptions, free_ports
 from node.router.programs import ModelPrograms
 from node.router.table import RoutingNode, RoutingSlice, RoutingTable, even_split
 from node.slices import Slice
@@ -95,6 +96,7 @@ async def expert_servers(
     shares = _shares(programs, len(options.builds) or options.nodes)
     builds = options.builds or [ServerBuild(name, SERVER_COMMAND, options.device) for name in _names(len(shares))]
     threads = options.expert_threads or max(1, kernels.default_threads() // len(shares))
+    # Ports are fixed before the start, so that a server that crashed comes back where the routing table says.
     processes = [
         ExpertProcess(
             build.name,
@@ -108,7 +110,7 @@ async def expert_servers(
             start_within_s=options.start_within_s,
             on_event=None if on_event is None else partial(on_event, build.name),
         )
-        for build, port in zip(builds, _free_ports(len(shares)), strict=False)
+        for build, port in zip(builds, free_ports(len(shares)), strict=False)
     ]
     try:
         await asyncio.gather(*(process.start() for process in processes))
@@ -184,15 +186,6 @@ def _shares(programs: ModelPrograms, n_nodes: int) -> list[list[Slice]]:
 
 def _names(count: int) -> list[str]:
     return [NODE_NAMES[i] if i < len(NODE_NAMES) else f"node{i + 1}" for i in range(count)]
-
-
-def _free_ports(count: int) -> list[int]:
-    # Fixed before the start, so that a server that crashed comes back where the routing table says.
-    with contextlib.ExitStack() as open_sockets:
-        probes = [open_sockets.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 async def _load(

@@ -7,13 +7,11 @@ others. The rows of servers of one build have the bits of one machine; sums and 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import json
 import math
 import os
-import secrets
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -22,12 +20,12 @@ from typing import Any
 
 import aiohttp
 
-import kernels
+from node import environment
 from node.commands.local_swarm import LocalSwarmOptions, ServerBuild, local_swarm
 from node.errors import SwarmError
 from node.expert_server.process import SliceAnswer
 from node.models.index import ModelIndex
-from node.router.engine import EngineOptions, free_port
+from node.router.llama_server import EngineOptions, LlamaServer, llama_server
 from node.router.programs import read_programs
 
 PROMPT = "Write a long story about a cat who lives in Paris."
@@ -131,9 +129,9 @@ async def decisions(
     with tempfile.TemporaryDirectory(prefix="swarm-node-decisions-") as name:
         folder = Path(name)
         on_progress("stock llama.cpp")
-        async with _stock(index, engine, folder / "stock.log") as (url, api_key):
-            start = await _tokens(url, api_key, prompt)
-            found["stock"] = await _answer(url, api_key, start, n_tokens)
+        async with _stock(index, engine, folder / "stock.log") as server:
+            start = await _tokens(server.url, server.api_key, prompt)
+            found["stock"] = await _answer(server.url, server.api_key, start, n_tokens)
         kinds: list[tuple[str, tuple[ServerBuild, ...]]] = [("", ())]
         if builds:
             kinds.append(("mixed ", tuple(builds)))
@@ -148,7 +146,7 @@ async def decisions(
                 reduce=reduce,
                 deadline_floor_ms=60_000,
                 engine=engine,
-                environment={"SWARM_DEBUG_CALLS": str(calls)},
+                environment={environment.DEBUG_CALLS: str(calls)},
             )
             async with local_swarm(index, programs, options, log_folder=calls, on_slice=_check_device) as swarm:
                 assert swarm.engine is not None
@@ -253,60 +251,8 @@ def _decoded(steps: Sequence[dict[str, Any]]) -> Decoded:
 
 
 @contextlib.asynccontextmanager
-async def _stock(index: ModelIndex, options: EngineOptions, log_path: Path) -> AsyncIterator[tuple[str, str]]:
-    """llama-server without the Swarm backend: its URL and API key. Raises SwarmError."""
-    port, api_key = free_port(), secrets.token_urlsafe(24)
-    arguments = [
-        *("--model", index.paths[0], "--host", "127.0.0.1", "--port", str(port)),
-        *("--ctx-size", str(options.context), "--parallel", "1", "--ubatch-size", str(options.ubatch)),
-        *("--batch-size", str(options.ubatch), "--threads", str(kernels.default_threads()), "--poll", "0"),
-        *(
-            "--no-warmup",
-            "--fit",
-            "off",
-            "--cache-ram",
-            "0",
-            "--ctx-checkpoints",
-            "0",
-            "--device",
-            "none",
-            *options.extra,
-        ),
-    ]
-    with log_path.open("wb") as log_file:
-        process = await asyncio.create_subprocess_exec(
-            *(str(kernels.native_path("llama-server")), *arguments),
-            env={**os.environ, "LLAMA_API_KEY": api_key},
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=log_file,
-            stderr=log_file,
-            start_new_session=True,
-        )
-    try:
-        await _until_healthy(f"http://127.0.0.1:{port}", process, log_path)
-        yield f"http://127.0.0.1:{port}", api_key
-    finally:
-        if process.returncode is None:
-            process.terminate()
-            try:
-                await asyncio.wait_for(process.wait(), 3.0)
-            except TimeoutError:
-                process.kill()
-                await process.wait()
-
-
-async def _until_healthy(url: str, process: asyncio.subprocess.Process, log_path: Path) -> None:
-    async with aiohttp.ClientSession() as session:
-        try:
-            async with asyncio.timeout(_START_TIMEOUT_S):
-                while True:
-                    if process.returncode is not None:
-                        log = await asyncio.to_thread(log_path.read_text, errors="replace")
-                        raise SwarmError(f"llama-server ended: {log[-500:]}")
-                    with contextlib.suppress(aiohttp.ClientError):
-                        async with session.get(f"{url}/health") as response:
-                            if response.status == 200:
-                                return
-                    await asyncio.sleep(0.1)
-        except TimeoutError:
-            raise SwarmError(f"llama-server did not answer within {_START_TIMEOUT_S:.0f} s") from None
+async def _stock(index: ModelIndex, options: EngineOptions, log_path: Path) -> AsyncIterator[LlamaServer]:
+    """llama-server without the Swarm backend. Raises SwarmError."""
+    async with llama_server(index.paths[0], options, log_path=log_path, arguments=("--device", "none")) as server:
+        await server.until_healthy(_START_TIMEOUT_S)
+        yield server

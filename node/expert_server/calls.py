@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from node import environment
 from node.bounded_msgpack import LARGE_BYTES, Body
 from node.errors import CallRefused
 from node.expert_server import wire
@@ -34,7 +35,7 @@ class ExpertCalls:
         self._slices = slices
         self._compute = compute
         self._loop = asyncio.get_running_loop()
-        self._debug_abort = os.environ.get("SWARM_DEBUG_ABORT") == "1"
+        self._debug_abort = os.environ.get(environment.DEBUG_ABORT) == "1"
         self._codec = ThreadPoolExecutor(1, thread_name_prefix="codec")
         # The highest term seen, by model.
         self._terms: dict[str, int] = {}

@@ -7,12 +7,10 @@ import time
 
 from aiohttp import hdrs, web
 
+from node import environment
 from node.access import host_allowed, is_private
 from node.errors import NotAuthenticated
 from node.swarm_key import Accepted, Challenges
-
-#: Environment variable of expert servers and of the router engine: the key for calls, 64 hexadecimal digits.
-CALL_KEY_VARIABLE = "SWARM_CALL_KEY"
 
 
 class CallGuard:
@@ -24,9 +22,9 @@ class CallGuard:
     @staticmethod
     def from_environment() -> CallGuard:
         """With the key that the parent gave; ValueError when it is none."""
-        key = bytes.fromhex(os.environ.get(CALL_KEY_VARIABLE, ""))
+        key = bytes.fromhex(os.environ.get(environment.CALL_KEY, ""))
         if len(key) not in (0, 32):
-            raise ValueError(f"{CALL_KEY_VARIABLE} must be 64 hexadecimal digits")
+            raise ValueError(f"{environment.CALL_KEY} must be 64 hexadecimal digits")
         return CallGuard(key)
 
     def check(self, request: web.BaseRequest) -> Accepted | web.Response | None:

@@ -80,12 +80,12 @@ class ExpertServer:
         # Of expert weights that the device reads; 0: not measured.
         self.bytes_per_s = 0.0
         self._loop = asyncio.get_running_loop()
-        delay_s = float(os.environ.get("SWARM_DEBUG_SLEEP_S", "0"))
+        delay_s = float(os.environ.get(environment.DEBUG_SLEEP_S, "0"))
         self._compute = ComputeQueue("compute", wire.MAX_WAITING_CALLS, delay_s)
         self.slices = SliceHolder(kernels, device, threads, max_rows, self._compute)
         self._calls = ExpertCalls(kernels, self.slices, self._compute)
         self._native: NativeCalls | None = None
-        calls_folder = os.environ.get("SWARM_DEBUG_CALLS", "")
+        calls_folder = os.environ.get(environment.DEBUG_CALLS, "")
         if calls_folder:
             self._calls.recording = Path(calls_folder, f"{name}.jsonl").open("a", buffering=1)  # noqa: SIM115 - as long as it lives
         elif NativeCalls.possible(kernels):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from node import environment
 from node.errors import ConfigError
 from node.settings.kinds import Boolean, Text, TextList, Wrong
 from node.settings.table import (
@@ -35,11 +36,6 @@ from node.settings.toml_text import key_lines, toml_text
 
 # A file of settings is a page; this is what a wrong --config may cost.
 _FILE_BYTES_MAX: Final = 1 << 20
-# Variables that are no settings, or not this program's: of the build, the cache, the tests, the parts among themselves.
-_OTHER_VARIABLES: Final = re.compile(
-    r"SWARM_(TABLE|CONTROL|STATS|PARENT_PID|PARENT|CACHE_DIR|TEST_CACHE|NATIVE_DIR|CONFIG|DEBUG_.*"
-    r"|ROUTER|TOOLS|SANITIZE|CCACHE|BUILD_ID|LLAMA_CPP_.*|SDIST_.*)"
-)
 
 
 @dataclass(frozen=True)
@@ -153,7 +149,7 @@ class _Loading:
                 if text:
                     setting = variables[variable]
                     self._from_text(setting, text, variable, f"{variable}={_shown(setting, text)}")
-            elif variable.startswith("SWARM_") and not _OTHER_VARIABLES.fullmatch(variable):
+            elif variable.startswith("SWARM_") and not environment.is_known(variable):
                 self._unknown_variable(variable, list(variables))
 
     def read_flags(self, namespace: argparse.Namespace) -> None:
@@ -292,7 +288,7 @@ def _add_flag(group: argparse._ArgumentGroup, setting: Setting) -> None:
 
 
 def _find_file(namespace: argparse.Namespace, environ: Mapping[str, str]) -> Path | None:
-    named = getattr(namespace, "config", None) or environ.get("SWARM_CONFIG")
+    named = getattr(namespace, "config", None) or environ.get(environment.CONFIG)
     if named:
         return Path(named)
     folder = environ.get("XDG_CONFIG_HOME")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from node.environment import DEFAULT_US, MAX_US
+from node.environment import DEFAULT_POLL_US, MAX_POLL_US
 from node.errors import SwarmKeyError
 from node.log_levels import DEFAULT_LEVEL, parse_levels
 from node.log_levels import FORM as LEVELS_FORM
@@ -171,8 +171,8 @@ class NodeSettings:
         0, Integer(0, 65535), "TCP port of the expert server. 0: the one after port; if that is 0 too, any free one."
     )
     poll_us: int = _setting(
-        DEFAULT_US,
-        Integer(0, MAX_US),
+        DEFAULT_POLL_US,
+        Integer(0, MAX_POLL_US),
         "Microseconds for which a thread of the expert call looks for the next message before it sleeps, as long as no "
         "other thread wants its core. An idle node sleeps in any case. 0 saves power and costs up to a fifth of the speed.",
     )

@@ -18,7 +18,9 @@ import psutil
 from node.commands.chat import ChatError, stream_chat
 from node.expert_server.process import ExpertProcess, SliceOrder
 from node.models.demo import demo_model
-from node.router.engine import EngineOptions, ExpertFailure, RouterEngine, router_engine
+from node.router.engine import RouterEngine, router_engine
+from node.router.failure import ExpertFailure
+from node.router.llama_server import EngineOptions
 from node.router.table import RoutingNode, RoutingSlice, RoutingTable
 from node.slices import Slice
 from rigs.expert_servers import HeldModel, Servers

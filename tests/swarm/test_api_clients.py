@@ -20,7 +20,7 @@ import pytest
 import pytest_asyncio
 
 from node.api.front_door import Here, There, Unavailable
-from node.router.engine import ExpertFailure
+from node.router.failure import ExpertFailure
 from rigs.api_cases import (
     ANTHROPIC_CHECKS,
     ASK,

@@ -20,7 +20,8 @@ import pytest_asyncio
 
 from node.api.front_door import Here, There
 from node.models.demo import demo_model
-from node.router.engine import EngineOptions, RouterEngine, router_engine
+from node.router.engine import RouterEngine, router_engine
+from node.router.llama_server import EngineOptions
 from rigs.door import Node, node
 from rigs.expert_servers import Servers
 from rigs.stock_server import llama_server, ready

@@ -23,7 +23,9 @@ from node.expert_server import wire
 from node.expert_server.process import ExpertProcess, ProcessEvent
 from node.models.demo import demo_model
 from node.models.index import read_model
-from node.router.engine import REPORT_DELAY_S, EngineOptions, ExpertFailure, RouterEngineError
+from node.router.engine import REPORT_DELAY_S
+from node.router.failure import ExpertFailure, RouterEngineError
+from node.router.llama_server import EngineOptions
 from node.router.programs import read_programs
 from rigs import swarm as swarm_module
 from rigs.calls import encoded

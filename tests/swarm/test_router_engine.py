@@ -22,14 +22,10 @@ import kernels
 from node.commands.chat import ChatError, stream_chat
 from node.models.demo import demo_model
 from node.models.index import read_model
-from node.router.engine import (
-    PROTOCOL_VERSION,
-    EngineOptions,
-    ExpertFailure,
-    RouterEngineError,
-    TableNotUsed,
-    router_engine,
-)
+from node.router.control import PROTOCOL_VERSION
+from node.router.engine import router_engine
+from node.router.failure import ExpertFailure, RouterEngineError, TableNotUsed
+from node.router.llama_server import EngineOptions
 from node.router.table import RoutingNode, RoutingSlice, RoutingTable
 from node.slices import Slice
 from rigs import swarm as swarm_module
@@ -55,7 +51,7 @@ async def test_slices_move_to_another_server_between_two_questions(rig: Rig) -> 
     moved = layers[3:13]
     assert await rig.ask() == ANSWER
     processes = rig.held.servers.processes
-    await rig.load(processes[2], [(layer, 3, 5) for layer in moved])
+    await rig.load(processes[2], [Slice(layer, 3, 5) for layer in moved])
     await rig.use_table(
         slices=tuple(
             dataclasses.replace(one, nodes=(2,)) if one.layer in moved and one.first == 3 else one
@@ -73,7 +69,7 @@ async def test_slices_move_to_another_server_between_two_questions(rig: Rig) -> 
     n_rows = gained[0] // (3 * len(layers))
     assert gained == [3 * len(layers) * n_rows, 3 * (len(layers) - 10) * n_rows, (2 * len(layers) + 3 * 10) * n_rows]
     assert n_rows >= 8
-    await rig.load(processes[1], [(layer, 3, 5) for layer in moved])
+    await rig.load(processes[1], [Slice(layer, 3, 5) for layer in moved])
     await rig.use_table()
     assert await rig.ask() == ANSWER
     assert rig.pids == pids and not rig.engine.failures
@@ -163,7 +159,7 @@ async def test_a_slice_that_its_server_does_not_hold_fails_at_once(rig: Rig) -> 
         assert (failure.node, failure.layer, failure.first, failure.last) == (VICTIM, layer, 3, 5)
         assert failure.reason.startswith("not_held: ")
     finally:
-        await rig.load(rig.victim, [(layer, 3, 5)])
+        await rig.load(rig.victim, [Slice(layer, 3, 5)])
     assert await rig.ask() == ANSWER
 
 

@@ -11,7 +11,7 @@ import psutil
 
 from node.commands.local_swarm import LocalSwarmOptions, local_swarm
 from node.models.index import read_model
-from node.router.engine import EngineOptions
+from node.router.llama_server import EngineOptions
 from node.router.programs import read_programs
 from rigs import random_models
 

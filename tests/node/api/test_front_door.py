@@ -22,7 +22,7 @@ from aiohttp import web
 
 from node.api.front_door import DoorOptions, Here, There, Unavailable
 from node.errors import NotAuthenticated
-from node.router.engine import ExpertFailure
+from node.router.failure import ExpertFailure
 from node.slices import Slice
 from rigs.chain import (
     CHAT,

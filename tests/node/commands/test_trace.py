@@ -41,7 +41,7 @@ from node.commands.trace_figures import (
 from node.commands.trace_screen import HEIGHT, WIDTH, headline, trace_lines
 from node.errors import SwarmError
 from node.records import Router
-from node.router.engine import RouterEngineError
+from node.router.failure import RouterEngineError
 from rigs import ROOT, TESTS
 from rigs.agent import lone_agent
 from rigs.door import serve

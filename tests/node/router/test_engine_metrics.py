@@ -19,8 +19,10 @@ from hypothesis import strategies as st
 from node.errors import SwarmError
 from node.metrics import Counters, Page, plain_samples
 from node.router import engine as engine_module
-from node.router.engine import RouterEngine, RouterEngineError
+from node.router.engine import RouterEngine
 from node.router.engine_metrics import EngineMetrics
+from node.router.failure import RouterEngineError
+from node.router.llama_server import LlamaServer
 from rigs.door import serve
 
 # As llama-server writes it.
@@ -229,7 +231,7 @@ async def engine_of(handler: Any) -> AsyncIterator[RouterEngine]:
     app.router.add_get("/metrics", handler)
     async with serve(app) as url:
         nothing: Any = None
-        yield RouterEngine(url=url, api_key="key", process=nothing, _control=nothing, _log_path=Path())
+        yield RouterEngine(LlamaServer(url, "key", process=nothing, log_path=Path()), nothing)
 
 
 async def test_metrics_are_asked_with_the_key() -> None:
@@ -239,7 +241,7 @@ async def test_metrics_are_asked_with_the_key() -> None:
 
     async with engine_of(answer) as engine, aiohttp.ClientSession() as session:
         assert plain_samples(await engine.metrics_text(session))["llamacpp:tokens_predicted_total"] == 3
-        engine.api_key = "another"
+        engine._server.api_key = "another"
         with pytest.raises(RouterEngineError, match="status 401"):
             await engine.metrics_text(session)
 
