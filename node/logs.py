@@ -22,8 +22,16 @@ from node.request_id import RequestIdFilter
 
 REDACTED: Final = "[redacted]"
 
+_ON_SCREEN: Final = "on_screen"
+#: As `extra` of what the user is shown in another way: it goes into the file only.
+SHOWN: Final = {_ON_SCREEN: True}
 # What a record has besides the extra fields.
-_STANDARD: Final = frozenset(vars(logging.LogRecord("", 0, "", 0, "", (), None))) | {"message", "asctime", "taskName"}
+_STANDARD: Final = frozenset(vars(logging.LogRecord("", 0, "", 0, "", (), None))) | {
+    "message",
+    "asctime",
+    "taskName",
+    _ON_SCREEN,
+}
 _COLOURS: Final = {"DEBUG": "2", "WARNING": "33", "ERROR": "31", "CRITICAL": "1;31"}
 # A message may hold what a peer sent: no terminal commands, and no text that runs backwards.
 _CONTROLS: Final = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
@@ -48,19 +56,29 @@ def configure(format: str, level: str, *, secrets: Collection[str] = (), stream:
     handler = logging.StreamHandler(stream)
     handler.setFormatter(formatter)
     handler.addFilter(RequestIdFilter())
+    handler.addFilter(lambda record: not hasattr(record, _ON_SCREEN))
     root = logging.getLogger()
     for old in [one for one in root.handlers if isinstance(one.formatter, TextFormatter | JsonFormatter)]:
         root.removeHandler(old)
+        if isinstance(old, logging.FileHandler):
+            old.close()
     root.addHandler(handler)
     apply_levels(levels)
     logging.captureWarnings(True)
+
+
+def add_file(handler: logging.FileHandler, secrets: Collection[str]) -> None:
+    """Sends what `configure` sends to a file as well, as text with dates, until it is called again."""
+    handler.setFormatter(TextFormatter(Redactor(secrets), dated=True))
+    handler.addFilter(RequestIdFilter())
+    logging.getLogger().addHandler(handler)
 
 
 class Redactor:
     """Takes secrets out of texts."""
 
     def __init__(self, secrets: Collection[str]) -> None:
-        forms = {form for secret in secrets if secret for form in (secret, quote(secret, safe=""), repr(secret)[1:-1])}
+        forms = {form for secret in secrets if secret for form in _forms(secret)}
         # The longest first: one secret may be a part of another.
         self._pattern = re.compile(
             "|".join(re.escape(form) for form in sorted(forms, key=len, reverse=True)) or r"(?!)"
@@ -84,13 +102,14 @@ class Redactor:
 class TextFormatter(logging.Formatter):
     """For people. Every line but a record's first is indented, so that no message can look like two records."""
 
-    def __init__(self, redactor: Redactor, *, colour: bool = False) -> None:
+    def __init__(self, redactor: Redactor, *, colour: bool = False, dated: bool = False) -> None:
         super().__init__()
         self._redactor = redactor
+        self._time_format = "%Y-%m-%d %H:%M:%S" if dated else "%H:%M:%S"
         self._colour = colour
 
     def format(self, record: logging.LogRecord) -> str:
-        time = datetime.datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
+        time = datetime.datetime.fromtimestamp(record.created).strftime(self._time_format)
         text = _plain(self._redactor.text(_message(record)))
         for name, value in _extra(record).items():
             shown = self._redactor.value(value)
@@ -126,6 +145,11 @@ class JsonFormatter(logging.Formatter):
         if trace:
             fields["exception"] = self._redactor.text(trace)
         return json.dumps(_finite(fields), allow_nan=False)
+
+
+def _forms(secret: str) -> tuple[str, ...]:
+    """A secret as it is, as a URL has it, as Python prints it, and as JSON has it."""
+    return secret, quote(secret, safe=""), repr(secret)[1:-1], json.dumps(secret)[1:-1]
 
 
 def _message(record: logging.LogRecord) -> str:

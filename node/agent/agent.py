@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import tempfile
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
@@ -31,6 +30,7 @@ from node.agent.status import status_routes
 from node.agent.trace_routes import trace_routes
 from node.api.front_door import Door, DoorOptions, Here, PeerProof, ServedModel, There, Unavailable, add_routes
 from node.errors import ModelError, SwarmError
+from node.log_files import log_folder
 from node.models.index import ModelIndex
 from node.models.known import KnownModels
 from node.models.local import LocalModels
@@ -136,7 +136,7 @@ class Agent:
         # What cannot be served at all is said before anything is hashed.
         programs = None if told is None else await read_programs(told)
         async with contextlib.AsyncExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="swarm-node-")))
+            folder = log_folder(self.identity.folder)
             session = await stack.enter_async_context(
                 aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_PEER_TIMEOUT_S))
             )

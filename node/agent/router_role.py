@@ -11,6 +11,7 @@ from pathlib import Path
 
 from node.agent.placement import Candidate, LayerSize, plan
 from node.errors import SwarmError
+from node.log_files import begin_log
 from node.models.index import ModelIndex
 from node.records import Plan, Record, Router
 from node.router.engine import RouterEngine, router_engine
@@ -171,6 +172,7 @@ class RouterRole:
                 assert self._table is not None
                 self._phase, self.reason = "starting", ""
                 self._on_change()
+                begin_log(self._log_path)
                 async with router_engine(
                     self.index.paths[0],
                     self._table,

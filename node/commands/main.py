@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import importlib.metadata
 import logging
 import os
 import signal
@@ -17,6 +16,7 @@ from node.commands.model import add_model_command
 from node.commands.verify import add_verify_command
 from node.errors import ConfigError, SwarmError
 from node.settings.load import add_flags
+from node.version import version
 
 #: Has a long answer, also from a model that knows little.
 TRACE_PROMPT = "Write a long story about a cat who lives in Paris."
@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         "Without a command, runs a node: `swarm-node --model FILE` on the machine that has the model, `swarm-node` on "
         "the others.",
     )
-    parser.add_argument("--version", action="version", version=f"swarm-node {_version()}")
+    parser.add_argument("--version", action="version", version=f"swarm-node {version()}")
     parser.add_argument("-v", "--verbose", action="store_true", help="log what happens inside, on stderr")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     run = commands.add_parser(
@@ -152,13 +152,6 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--max-tokens", type=_token_count, default=256, metavar="N", help="longest answer (default: 256)")
     demo.set_defaults(run=_demo)
     return parser
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("swarm-node")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed: run from a source tree)"
 
 
 def _node_count(text: str) -> int:

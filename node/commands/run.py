@@ -13,11 +13,13 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from node.agent.agent import Agent
+from node.log_files import AGENT_LOG, EXPERTS_LOG, ROUTER_LOG, AgentLogHandler, keep_bounded, log_folder
 from node.log_levels import parse_levels
-from node.logs import configure
+from node.logs import SHOWN, add_file, configure
 from node.models.known import KnownModels
 from node.peers.identity import hold_identity, state_root
 from node.settings.load import Config, load_config
+from node.version import version
 
 log = logging.getLogger(__name__)
 
@@ -28,21 +30,35 @@ async def run_node(options: argparse.Namespace) -> int:
     if options.verbose:
         level = str(parse_levels(config.log.level).with_default("debug"))
         config = dataclasses.replace(config, log=dataclasses.replace(config.log, level=level))
-    configure(config.log.format, config.log.level, secrets=[s for s in (config.swarm.key, config.api.key) if s])
+    secrets = [secret for secret in (config.swarm.key, config.api.key) if secret]
+    configure(config.log.format, config.log.level, secrets=secrets)
     for warning in config.warnings:
         log.warning("%s", warning)
     root = state_root(config.node.state_folder, os.environ)
     with hold_identity(root, config.node.name) as identity:
+        logs = log_folder(identity.folder)
+        add_file(AgentLogHandler(logs / AGENT_LOG), secrets)
+        log.info("swarm-node %s starts, process %d", version(), os.getpid(), extra=SHOWN)
         for warning in identity.warnings:
             log.warning("%s", warning)
         log.debug("settings from %s", config.path or "defaults, environment and flags")
         log.debug("node %s, start %d, state in %s", identity.node_id, identity.boot, identity.folder)
         agent = Agent(config, identity)
-        greeting = asyncio.create_task(_greet(agent, config))
+        asides = [
+            asyncio.create_task(_greet(agent, config)),
+            asyncio.create_task(keep_bounded([logs / EXPERTS_LOG, logs / ROUTER_LOG])),
+        ]
         try:
             await agent.run()
+        except asyncio.CancelledError:
+            log.info("the node is stopped", extra=SHOWN)
+            raise
+        except BaseException:  # said on the screen by the command; the file would not have it
+            log.error("the node ends", exc_info=True, extra=SHOWN)
+            raise
         finally:
-            greeting.cancel()
+            for aside in asides:
+                aside.cancel()
     return 0
 
 
@@ -82,6 +98,7 @@ async def _greet(agent: Agent, config: Config) -> None:
             shown = text
             if config.log.format == "text" and sys.stderr.isatty():
                 console.print(text)
+                log.info("%s", text, extra=SHOWN)
             else:
                 log.info("%s", text)
         await agent.summary_changed()

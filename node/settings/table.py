@@ -152,7 +152,7 @@ class NodeSettings:
     state_folder: str = _setting(
         "",
         Text("a path", _path, is_path=True),
-        "Folder for this node's identity, one folder per node name within. Empty: $XDG_STATE_HOME/swarm-node, "
+        "Folder for this node's identity and logs, one folder per node name within. Empty: $XDG_STATE_HOME/swarm-node, "
         "else ~/.local/state/swarm-node (macOS: ~/Library/Application Support/swarm-node).",
     )
     host: str = _setting(
@@ -336,7 +336,7 @@ class ApiSettings:
 
 @dataclass(frozen=True)
 class LogSettings:
-    """[log]: what is logged, on stderr."""
+    """[log]: what is logged, on stderr and, in at most 2 MiB a process, in the state folder."""
 
     format: str = _setting("text", _choice("text", "json"), 'For people ("text") or one JSON object a line ("json").')
     level: str = _setting(
