@@ -19,6 +19,7 @@ from pathlib import Path
 
 from kernels.cpu_quota import default_threads
 from node.errors import ModelError
+from node.files import new_file
 from node.models.index import ModelIndex, TensorPart, read_model
 from node.models.manifest import MANIFEST_BYTES_MAX, Manifest
 from node.models.pieces import Piece, pieces
@@ -240,12 +241,8 @@ def _seal(stamp: Stamp, body: bytes) -> bytes:
 def _keep(path: Path, stamp: Stamp, manifest: Manifest) -> None:
     body = manifest.to_bytes()
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")
-    try:
-        unfinished.write_bytes(_seal(stamp, body) + body)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with new_file(path) as file:
+        file.write(_seal(stamp, body) + body)
     kept = sorted(path.parent.glob("*.manifest"), key=lambda one: one.stat().st_mtime_ns, reverse=True)
     for old in kept[_KEPT_MAX:]:
         old.unlink(missing_ok=True)

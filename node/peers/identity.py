@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Final
 
 from node.errors import IdentityError
+from node.files import replace_file
 
 _VERSION: Final = 1
 _FILES: Final = ("identity.json", "identity.backup.json")
@@ -196,21 +197,6 @@ def _next_state(folder: Path) -> tuple[_State, tuple[str, ...]]:
 def _save(folder: Path, state: _State) -> None:
     try:
         for file in _FILES:
-            _replace(folder / file, state.to_bytes())
+            replace_file(folder / file, state.to_bytes(), mode=0o600)
     except OSError as error:
         raise IdentityError(f"the state folder {folder} cannot be written: {error.strerror}. {_ELSEWHERE}") from error
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Replaces a file as a whole: after a crash it holds either what it held or `data`, and `data` once this returns."""
-    new = path.with_name(path.name + ".new")
-    with open(new, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

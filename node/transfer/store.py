@@ -26,11 +26,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from node.errors import ModelError
+from node.files import locked, replace_file, sync
 from node.models.index import ModelIndex, read_model
 from node.models.layout import Layout, write_layout
 from node.models.manifest import MANIFEST_BYTES_MAX, Manifest, identified
 from node.models.pieces import pieces, trunk_numbers
-from node.transfer.stored import StoredModel, StoreFull, disk_error, locked, read_present, sync
+from node.transfer.stored import StoredModel, StoreFull, disk_error, read_present
 
 _ID = re.compile(r"[0-9a-f]{32}")
 # Of the temporary folders in which models are made and removed; no id begins so.
@@ -114,9 +115,9 @@ class ModelStore:
                     raise ModelError(
                         f"model {manifest.model_id} has {len(index.paths)} files, its layout {len(layout.files)}"
                     )
-                _write_new(new / "manifest", manifest.to_bytes())
-                _write_new(new / "about.json", json.dumps({"name": name[:63]}).encode())
-                _write_new(new / "lock", b"")
+                replace_file(new / "manifest", manifest.to_bytes())
+                replace_file(new / "about.json", json.dumps({"name": name[:63]}).encode())
+                replace_file(new / "lock", b"")
                 for file in layout.file_names():
                     sync(new / file)
                 sync(new)
@@ -283,13 +284,6 @@ def _in_use(path: Path) -> bool:
         finally:
             os.close(lock)
     return False
-
-
-def _write_new(path: Path, data: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _now_s(folder: Path) -> float:

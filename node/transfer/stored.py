@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from node.errors import ModelError
-from node.files import punch_hole
+from node.files import locked, punch_hole, replace_file
 from node.models.index import ModelIndex
 from node.models.manifest import Manifest
 from node.models.pieces import Piece, pieces
@@ -108,7 +108,7 @@ class StoredModel:
                     # Another process, or thread, may have added pieces of its own.
                     present = read_present(self.folder, len(self.pieces))
                     present.add(written)
-                    _replace(self.folder / "present", present.to_bytes())
+                    replace_file(self.folder / "present", present.to_bytes())
             except OSError as error:
                 raise disk_error(error, self.folder, sum(self.pieces[n].bytes for n in written)) from error
             with self._mutex:
@@ -130,7 +130,7 @@ class StoredModel:
                     dropped = [number for number in dict.fromkeys(numbers) if number in present]
                     present.remove(dropped)
                     # Whatever happens from here on, no piece is listed that is not there.
-                    _replace(self.folder / "present", present.to_bytes())
+                    replace_file(self.folder / "present", present.to_bytes())
                     with self._mutex:
                         self._present.remove(dropped)
                     for number in dropped:
@@ -240,35 +240,6 @@ def read_present(folder: Path, count: int) -> PieceBitmap:
     except ModelError as error:
         log.warning("%s: %s; its pieces are fetched again", folder, error)
         return PieceBitmap(count)
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """The file has the old content or the new one, whenever the machine stops."""
-    temporary = path.with_name(path.name + ".new")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def disk_error(error: OSError, path: Path, needed_bytes: int) -> ModelError:
