@@ -85,7 +85,7 @@ _PUNCH_HOLE = 0x01 | 0x02
 
 
 def punch_hole(descriptor: int, offset: int, count: int) -> None:
-    """Frees ``count`` bytes from ``offset`` on; the file keeps its size. Raises OSError where the system has no holes."""
+    """Frees ``count`` bytes from ``offset`` on; the file keeps its size. Raises OSError where there are no holes."""
     if not sys.platform.startswith("linux"):
         raise OSError("parts of a file cannot be freed on this system")
     libc = ctypes.CDLL(None, use_errno=True)

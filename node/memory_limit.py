@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-#: Of what is free, a node offers this for experts and leaves the rest to everything else on the machine.
+#: The share of free memory that a node offers for experts; the rest is for everything else on the machine.
 MEMORY_SHARE = 0.9
 
 # Control groups v1 say "no limit" as the largest number of whole pages.

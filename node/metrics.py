@@ -10,7 +10,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Counters(Generic[K]):
-    """By name. ``names_max``: what comes under further names is left out, since some are of nodes that come and go."""
+    """Totals by name. More names than ``names_max`` are left out, since some are of nodes that come and go."""
 
     def __init__(self, names_max: int = 4096) -> None:
         self._names_max = names_max
@@ -18,7 +18,7 @@ class Counters(Generic[K]):
         self._now: dict[K, float] = {}
 
     def take(self, values: Mapping[K, float]) -> None:
-        """What the process says its counters are now. One that is lower than last time has started anew."""
+        """Takes what the process says its counters are now. One that is lower than last time has started anew."""
         for name, value in values.items():
             last = self._now.get(name)
             if last is None and name not in self._before and len(self) >= self._names_max:
@@ -28,13 +28,13 @@ class Counters(Generic[K]):
             self._now[name] = value
 
     def restarted(self) -> None:
-        """The process has ended: the next values are of another one."""
+        """Takes that the process has ended: the next values are another one's."""
         for name, value in self._now.items():
             self._before[name] = self._before.get(name, 0.0) + value
         self._now.clear()
 
     def __getitem__(self, name: K) -> float:
-        """The total; 0 before the first value."""
+        """The total under a name; 0 before the first value."""
         return self._before.get(name, 0.0) + self._now.get(name, 0.0)
 
     def __iter__(self) -> Iterator[K]:
@@ -56,17 +56,18 @@ class Page:
         self._lines: list[str] = []
 
     def add(self, name: str, kind: str, help_text: str, samples: Iterable[tuple[Labels, float]]) -> None:
-        """A ``gauge`` or ``counter``, with a value for each set of labels."""
+        """Adds a ``gauge`` or ``counter``, with a value for each set of labels."""
         self._add(name, kind, help_text, [_sample(name, labels, value) for labels, value in samples])
 
     def add_summary(self, name: str, help_text: str, samples: Iterable[tuple[Labels, float, float]]) -> None:
-        """Sum and count of what was observed, for each set of labels: their increases give means of any period."""
+        """Adds sum and count of what was observed, for each set of labels: their increases give means of any period."""
         lines = []
         for labels, total, count in samples:
             lines += [_sample(f"{name}_sum", labels, total), _sample(f"{name}_count", labels, count)]
         self._add(name, "summary", help_text, lines)
 
     def text(self) -> str:
+        """The page so far."""
         return "".join(f"{line}\n" for line in self._lines)
 
     def _add(self, name: str, kind: str, help_text: str, lines: list[str]) -> None:
@@ -76,7 +77,7 @@ class Page:
 
 def _sample(name: str, labels: Labels, value: float) -> str:
     shown = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
-    # In full: with six digits, a counter of bytes would stand still for minutes and then leap.
+    # All digits: with six, a counter of bytes would stand still for minutes and then leap.
     number = str(int(value)) if float(value).is_integer() else repr(float(value))
     return f"{name}{{{shown}}} {number}" if shown else f"{name} {number}"
 
@@ -86,7 +87,7 @@ def _escaped(text: str) -> str:
 
 
 def plain_samples(text: str) -> dict[str, float]:
-    """The finite values of the metrics without labels, by name. What is none is passed over."""
+    """The finite values of the metrics without labels, by name. Other lines are passed over."""
     found = {}
     for line in text.splitlines():
         fields = line.split()

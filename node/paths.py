@@ -8,8 +8,8 @@ from pathlib import Path
 
 from node import environment
 
-#: Starts a module of this program, its name to follow. With -P, since nodes are started in folders of models, which others may
-#: write to: a numpy.py there is none of this program's business.
+#: Starts a module of this program, its name to follow. With -P, since nodes are started in folders of models, which
+#: others may write to: a numpy.py there is none of this program's business.
 PYTHON_MODULE = (sys.executable, "-P", "-m")
 
 

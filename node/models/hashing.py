@@ -33,7 +33,7 @@ Stamp = tuple[tuple[str, int, int, int, int], ...]
 # Two read a solid-state disk at full speed; more would take the processor from a node that serves.
 _WORKERS_MAX = 2
 _READ_BYTES = 4 << 20
-# Of manifests kept, half a megabyte each for a large model.
+# So many manifests are kept, half a megabyte each for a large model.
 _KEPT_MAX = 64
 _SEAL_BYTES = 32
 
@@ -48,10 +48,10 @@ def local_manifest(
     stop: threading.Event | None = None,
     folder: Path | None = None,
 ) -> Manifest:
-    """The manifest of the files of `index`, from the cache (`folder`, by default in the cache folder) or computed. Blocks.
+    """The manifest of the files of `index`: from the cache, in `folder` or the cache folder, or computed. Blocks.
 
-    `progress` is called with (bytes done, bytes in all), from any thread; setting `stop` makes this raise HashingStopped.
-    Raises ModelError when a file cannot be read, or changes meanwhile.
+    `progress` is called with (bytes done, bytes in all), from any thread. Setting `stop` makes this raise
+    HashingStopped. Raises ModelError when a file cannot be read, or changes meanwhile.
     """
     cached = cached_manifest(index, folder)
     if cached is not None:
@@ -115,10 +115,12 @@ def _changed(index: ModelIndex) -> ModelError:
 
 
 def _let_clock_pass(stamp: Stamp) -> None:
-    """Waits until a change from now on gives another time of change: file systems count in steps, and a change in the same
-    step as the last one would not be seen."""
+    """Waits until a change from now on gives another time of change.
+
+    File systems count in steps, and a change in the same step as the last one would not be seen.
+    """
     newest_ns = max(changed_ns for _, _, changed_ns, _, _ in stamp)
-    # Whole seconds are what FAT and old network file systems have, in steps of two; others count at least in hundredths.
+    # FAT and old network file systems have whole seconds, in steps of two; others count at least in hundredths.
     step_s = 2.0 if newest_ns % 1_000_000_000 == 0 else 0.02
     age_s = time.time() - newest_ns / 1e9
     if 0 <= age_s < step_s:
@@ -173,8 +175,8 @@ class _Work:
         self._lock = threading.Lock()
 
     def hash_group(self, group: list[Piece]) -> list[tuple[int, bytes]]:
-        """(number, SHA-256) of each piece of the group. Goes through the file tensor by tensor, not expert by expert."""
-        # A file that is still being written shall not be read to its end, again and again.
+        """The number and the SHA-256 of each piece of a group, read tensor by tensor and not expert by expert."""
+        # A file that is still being written is not to be read to its end, again and again.
         if file_stamp(self._index) != self._stamp:
             raise _changed(self._index)
         hashes = [hashlib.sha256() for _ in group]
@@ -234,7 +236,7 @@ def _stamp_bytes(stamp: Stamp) -> bytes:
 
 
 def _seal(stamp: Stamp, body: bytes) -> bytes:
-    """Before the manifest's bytes: says that they are whole, and of these files."""
+    """What stands before a kept manifest's bytes and says that they are whole, and of these files."""
     return hashlib.sha256(_stamp_bytes(stamp) + b"\n" + body).digest()
 
 

@@ -25,7 +25,7 @@ _EXPERT_NAME = re.compile(r"blk\.(\d+)\.(ffn_(?:gate|up|down|gate_up)_exps\.(?:w
 # What a slice's name between nodes can say (node/records.py); models have 128 layers and 1,000 experts at most so far.
 LAYERS_MAX = 1024
 EXPERTS_MAX = 65536
-# Of numbers that stand for a layer each, and of the architecture's name.
+# The bounds of numbers that stand for a layer each, and of the architecture's name.
 _NUMBERS_BYTES_MAX = 65536
 _NAME_MAX = 63
 _SPLIT_NAME = re.compile(r"(?P<prefix>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
@@ -42,8 +42,10 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class SliceTensor:
-    """One tensor of a slice: ggml type name, dimensions of one expert in ggml's order (empty when each expert has a
-    single number), and where the experts' bytes are, in ascending order of expert."""
+    """One tensor of a slice: `type` is ggml's name, `parts` say where the bytes are, in ascending order of expert.
+
+    `ne`: the dimensions of one expert in ggml's order; empty when each expert has a single number.
+    """
 
     type: str
     ne: tuple[int, ...]
@@ -61,8 +63,9 @@ class ModelIndex:
 
     `n_layer` counts blocks as `block_count` does, trailing multi-token-prediction blocks included. `n_expert` is 0 for
     a dense model. `metadata` holds the header's scalars and numeric arrays, without the tokenizer's arrays.
-    `header_digest` is the SHA-256 of the canonical header, 64 hex digits: key-values without `split.*`, and the tensors'
-    names, types and shapes. `model_id` is its first half, until the bytes are known too: node/models/manifest.py.
+    `header_digest` is the SHA-256 of the canonical header, 64 hex digits: key-values without `split.*`, and the
+    tensors' names, types and shapes. `model_id` is its first half, until the bytes are known too: see
+    `node.models.manifest`.
     """
 
     paths: tuple[str, ...]
@@ -150,7 +153,8 @@ def read_model(path: str | os.PathLike[str]) -> ModelIndex:
     n_expert = _number(main, f"{architecture}.expert_count", 0)
     if n_layer > LAYERS_MAX or n_expert > EXPERTS_MAX:
         raise ModelError(
-            f"model file {main.path} claims {n_layer} layers of {n_expert} experts; up to {LAYERS_MAX} of {EXPERTS_MAX} are possible"
+            f"model file {main.path} claims {n_layer} layers of {n_expert} experts; "
+            f"up to {LAYERS_MAX} of {EXPERTS_MAX} are possible"
         )
     used = _per_layer(main, f"{architecture}.expert_used_count")
     header_digest = _header_digest(main, tensors)

@@ -16,14 +16,14 @@ from node.models.local import LocalModels
 from node.models.manifest import identified
 from node.records import Model
 
-# A file that changed while it was hashed is left in peace for so long: it may be in the middle of a download of an hour.
+# A file that changed while it was hashed is left in peace for so long: it may be in the middle of a download.
 _PAUSE_S = 10.0
 # Each change of a record goes to every node, so progress is told in steps.
 _STEP_PERCENT = 5
 
 
 class NoCopy(ModelError):
-    """No file of this node is, or claims to be, a copy of the model."""
+    """No file of this node is a copy of the model, or claims to be."""
 
 
 class KnownModels:
@@ -54,7 +54,10 @@ class KnownModels:
         return f"hashing {name}: {_percent(done, total)} %"
 
     async def identify(self, index: ModelIndex) -> ModelIndex:
-        """The index with the content's id: at once if the files are known, else after they were read. Raises ModelError."""
+        """The index with the content's id: at once if the files are known, else after they were read.
+
+        Raises ModelError.
+        """
         async with self._one_at_a_time:
             stamp = await asyncio.to_thread(file_stamp, index)
             if stamp not in self._ids:
@@ -102,8 +105,10 @@ class KnownModels:
             self._on_change()
 
     async def find(self, model: Model) -> ModelIndex:
-        """Looks through this node's files for a model, and hashes those with its header. Raises ModelError, saying why none is
-        a copy of it."""
+        """Looks through this node's files for a model, and hashes those with its header.
+
+        Raises ModelError, saying why none is a copy of it.
+        """
         others = []
         for index in await asyncio.to_thread(self._local.with_header, model.header):
             known = await self.identify(index)
@@ -117,23 +122,26 @@ class KnownModels:
             )
         for index in await asyncio.to_thread(self._local.named, model.file):
             raise ModelError(
-                f"{index.paths[0]} has the name of the router's {model.file}, but is another model or quantisation: its "
-                f"header is {index.header_digest[:32]}, the router's {model.header or 'not known'}"
+                f"{index.paths[0]} has the name of the router's {model.file}, but is another model or quantisation: "
+                f"its header is {index.header_digest[:32]}, the router's {model.header or 'not known'}"
             )
         folders = ", ".join(map(str, self._local.folders_searched()))
         raise NoCopy(
-            f"the router serves {model.file}, which is in none of this node's model folders ({folders}). Put the file into one "
-            f"of them, or start this node with --model, as the router was"
+            f"the router serves {model.file}, which is in none of this node's model folders ({folders}). "
+            f"Put the file into one of them, or start this node with --model, as the router was"
         )
 
     def check_unchanged(self, index: ModelIndex) -> None:
-        """Raises ModelError when the files of an identified index are not what was hashed any more; the model is then looked
-        for anew. Blocks, as long as it takes to look at the files."""
+        """Raises ModelError when the files of an identified index are not what was hashed any more.
+
+        The model is then looked for anew. Blocks, as long as it takes to look at the files.
+        """
         known = self._known.get(index.model_id)
         if known is None or known[0].paths != index.paths or file_stamp(index) != known[1]:
             self._known.pop(index.model_id, None)
             raise ModelError(
-                f"model file {index.paths[0]} changed since this node hashed it; if it does not load by itself, start the node again"
+                f"model file {index.paths[0]} changed since this node hashed it; "
+                f"if it does not load by itself, start the node again"
             )
 
     async def _hash(self, index: ModelIndex) -> ModelIndex:

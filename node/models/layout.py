@@ -1,4 +1,4 @@
-"""How a copy of a model is split into files: the header bytes and the size of each. Pure, but for the files it reads.
+"""How a copy of a model is split into files: the header bytes and the size of each.
 
 A node that has no file makes sparse ones of this, with all tensors where the source has them.
 """
@@ -19,13 +19,13 @@ _FILE = struct.Struct("<QQ")
 FILES_MAX = 1000
 #: Vocabularies of a million tokens take some 50 MB.
 LAYOUT_BYTES_MAX = 128 << 20
-# Of one file. Sparse files of more are refused by common file systems (ext4: 16 TiB).
+# The largest file. Sparse files of more are refused by common file systems (ext4: 16 TiB).
 _FILE_BYTES_MAX = 1 << 44
 
 
 @dataclass(frozen=True)
 class FileHead:
-    """One file: its whole size, and its bytes up to the first tensor's data."""
+    """The head of one file: its whole size, and its bytes up to the first tensor's data."""
 
     size_bytes: int
     header: bytes
@@ -33,12 +33,12 @@ class FileHead:
 
 @dataclass(frozen=True)
 class Layout:
-    """The files in their order."""
+    """The heads of a model's files, in their order."""
 
     files: tuple[FileHead, ...]
 
     def file_names(self) -> tuple[str, ...]:
-        """Names for the files, of our own: llama.cpp wants those of a split model numbered."""
+        """Names that we give the files: llama.cpp wants those of a split model numbered."""
         count = len(self.files)
         if count == 1:
             return ("model.gguf",)
@@ -53,7 +53,7 @@ class Layout:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Layout:
-        """Raises ModelError when it is not one. The headers are not looked at: that is for the reader of headers."""
+        """Reads what `to_bytes` made. Raises ModelError. The headers are not looked at: that is for their reader."""
         view = memoryview(data)
         if len(data) > LAYOUT_BYTES_MAX or bytes(view[: len(_MAGIC)]) != _MAGIC:
             raise ModelError("this is no layout of a model's files")

@@ -1,7 +1,7 @@
 """Model files that this node can read: the configured one, and those in its model folders.
 
-A peer names a model by what is in it, never by a path. Which file that is, this node finds out by itself: nothing from the
-network becomes one.
+A peer names a model by what is in it, never by a path. Which file that is, this node finds out by itself: nothing from
+the network becomes one.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ _Stamp = tuple[int, int]
 
 @dataclass
 class LocalModels:
-    """Models by header. ``configured`` is a file, a folder, ``demo``, a name of the swarm's catalogue, or empty; a file or
-    ``demo`` is the model to serve, and so is a file of a folder that has the name."""
+    """This node's models by header.
+
+    ``configured`` is a file, a folder, ``demo``, a name of the swarm's catalogue, or empty. A file or ``demo`` is the
+    model to serve, and so is a file of a folder that has the name.
+    """
 
     configured: str
     folders: tuple[Path, ...] = ()
@@ -47,14 +50,16 @@ class LocalModels:
                 named = self.named(f"{path.name}.gguf")
                 return named[0] if named else None
             raise ModelError(
-                f"model file {path} does not exist; --model takes a GGUF file, a folder of them, demo, or the name or id of a "
-                f"model that another node has (`swarm-node model list`)"
+                f"model file {path} does not exist; --model takes a GGUF file, a folder of them, demo, or the name or "
+                f"id of a model that another node has (`swarm-node model list`)"
             )
         return read_model(path)
 
     def catalogue_name(self) -> str:
-        """The name or id of a model that this node was told to take from others; empty if it was told none. What is no path
-        here, and does not look like one of a file, is one."""
+        """The name or id of a model that this node was told to take from others; empty if it was told none.
+
+        What is no path here, and does not look like one of a file, is one.
+        """
         if self.configured in ("", "demo"):
             return ""
         path = Path(self.configured).expanduser()

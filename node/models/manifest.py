@@ -1,9 +1,10 @@
-"""What a model's bytes are: a digest of the header and one of each piece, and the model's id, which follows from them. Pure.
+"""What a model's bytes are: a digest of the header and one of each piece, and the id that follows from them. Pure.
 
-The layer programs are no part of it. They are not in the file: llama.cpp makes them, another version of it may make others, and a
-build without llama.cpp has none. With them in the id, an update of llama.cpp would give every file another id, to be hashed and
-fetched again, and no node could name the file it has before it can run it. That two nodes compute different things is excluded
-where it matters: every expert call carries the digest of its layer's program, and is refused by a server that read another.
+The layer programs are no part of it. They are not in the file: llama.cpp makes them, another version of it may make
+others, and a build without llama.cpp has none. With them in the id, an update of llama.cpp would give every file
+another id, to be hashed and fetched again, and no node could name the file it has before it can run it. That two nodes
+compute different things is excluded where it matters: every expert call carries the digest of its layer's program, and
+is refused by a server that read another.
 """
 
 from __future__ import annotations
@@ -23,14 +24,17 @@ from node.slices import Slice
 
 VERSION = 1
 _DIGEST_BYTES = 32
-#: Of a manifest's bytes: the digests, and 64 around them.
+#: The largest manifest: the digests, and 64 bytes around them.
 MANIFEST_BYTES_MAX = PIECES_MAX * _DIGEST_BYTES + _DIGEST_BYTES + 64
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """`header_digest`: the SHA-256 of the canonical header, as ModelIndex has it, 64 hex digits. `sha256`: of each piece, 32
-    bytes, in canonical order."""
+    """What the bytes of a model are.
+
+    `header_digest` is the SHA-256 of the canonical header, as ModelIndex has it, 64 hex digits; `sha256` that of each
+    piece, 32 bytes, in canonical order.
+    """
 
     header_digest: str
     sha256: tuple[bytes, ...]
@@ -92,7 +96,7 @@ class Manifest:
 
 
 def identified(index: ModelIndex, manifest: Manifest) -> ModelIndex:
-    """`index` with the id of its content, which is `manifest`'s, in place of the header's. Raises ModelError as `check`."""
+    """`index` with the id of its content, `manifest`'s, in place of the header's. Raises ModelError as `check`."""
     manifest.check(index)
     return index.with_model_id(manifest.model_id)
 

@@ -1,6 +1,7 @@
 """The pieces of a model: what is hashed, fetched and kept as one. Pure.
 
-Their order and borders follow from the canonical header alone, so a copy that is split into other files has the same pieces.
+Their order and borders follow from the canonical header alone, so a copy that is split into other files has the same
+pieces.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from typing import Literal
 from node.errors import ModelError
 from node.models.index import ModelIndex, TensorPart
 
-#: A stretch of a trunk tensor: long enough to be read at full speed, short enough to be kept in memory until it is verified.
+#: A stretch of a trunk tensor is long enough to be read at full speed, and short enough to be kept in memory until it
+#: is verified.
 STRETCH_BYTES = 16 << 20
 
-#: 128 layers of 1,000 experts, and a trunk of a terabyte: there is no such model yet.
+#: 128 layers of 1,000 experts and a trunk of a terabyte have so many: there is no such model yet.
 PIECES_MAX = 1 << 18
 
 PieceKey = tuple[Literal["trunk", "expert"], int, int]
@@ -23,7 +25,7 @@ PieceKey = tuple[Literal["trunk", "expert"], int, int]
 
 @dataclass(frozen=True)
 class Piece:
-    """One expert of one layer, its bytes in all tensors in the order of their names; or one stretch of a trunk tensor.
+    """An expert of a layer, its bytes in all tensors in the order of their names; or one stretch of a trunk tensor.
 
     `key` is ("expert", layer, expert) or ("trunk", number of the tensor in the order of names, number of the stretch);
     `number` the place in canonical order, and in a manifest.

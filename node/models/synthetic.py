@@ -1,8 +1,8 @@
-"""GGUF files with the shape of a named model and random weights: to measure and to test with, without fetching the model.
+"""GGUF files with the shape of a named model and random weights: to measure and test with, without fetching it.
 
 llama.cpp loads and runs them like any other. What they say is noise, but finite noise, and the same for the same seed.
-Written at about the disk's speed: each tensor is one stretch of random blocks, repeated, and every expert begins at another
-place in it.
+They are written at about the disk's speed: each tensor is one stretch of random blocks, repeated, and every expert
+begins at another place in it.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class SyntheticShape:
     """Sizes of a model of the architecture `qwen3moe` or `qwen35moe`.
 
     Quantised as llama-quantize's Q4_K_M would, so rows are multiples of 256: n_embd, n_ff, n_head * head_dim and
-    delta_values * delta_dim. `n_ff_shared` and those after it are qwen35moe's, where three of four layers are gated delta
-    nets with `delta_keys` key heads and `delta_values` value heads of `delta_dim` each.
+    delta_values * delta_dim. `n_ff_shared` and those after it are qwen35moe's, where three of four layers are gated
+    delta nets with `delta_keys` key heads and `delta_values` value heads of `delta_dim` each.
     """
 
     architecture: str
@@ -122,8 +122,11 @@ def write_synthetic_model(
 def expert_tensors(
     shape: SyntheticShape, *, n_expert: int, expert_type: str | None = None, seed: int = 0
 ) -> list[NewTensor]:
-    """The gate, up and down tensors of the first `n_expert` experts of layer 0, as `write_synthetic_model` makes them for a model
-    with so many. Raises ModelError when the shape and the type do not fit each other."""
+    """The gate, up and down tensors of the first `n_expert` experts of layer 0.
+
+    They are as `write_synthetic_model` makes them for a model with so many. Raises ModelError when the shape and the
+    type do not fit each other.
+    """
     tensors = _Tensors(replace(shape, n_expert=n_expert), expert_type, seed)
     tensors.add_experts(0, "blk.0.")
     return [tensor for tensor in tensors.all if "_exps." in tensor.name]
@@ -181,7 +184,7 @@ class _Tensors:
             self.add_experts(layer, prefix)
 
     def _more_bits(self, layer: int) -> str:
-        """llama-quantize's choice for attn_v and ffn_down in Q4_K_M; of the whole model, however many layers are written."""
+        """What llama-quantize chooses for attn_v and ffn_down in Q4_K_M of the whole model, however little is written."""
         n = self.shape.n_layer
         more = layer < n // 8 or layer >= 7 * n // 8 or (layer - n // 8) % 3 == 2
         return "q6_K" if more else "q4_K"
@@ -265,7 +268,9 @@ def _repeat(stretch: NDArray[np.uint8], start: int, count: int) -> Iterator[byte
 
 def _attention_interval(n_layer: int) -> int:
     """Every how manyth layer of qwen35moe has attention: 4, and less in a model so short that it would have none.
-    llama.cpp runs it only with layers of both kinds; of one layer it builds the graph, no more."""
+
+    llama.cpp runs it only with layers of both kinds; of one layer it builds the graph, no more.
+    """
     return min(4, max(2, n_layer))
 
 
@@ -333,7 +338,8 @@ def _vocabulary(n_vocab: int) -> dict[str, KeyValue]:
         "tokenizer.ggml.padding_token_id": KeyValue.uint32(n_vocab - 3),
         "tokenizer.ggml.add_bos_token": KeyValue(7, b"\0"),
         "tokenizer.chat_template": KeyValue.string(
-            "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+            "{% for message in messages %}"
+            "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
             "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
         ),
     }

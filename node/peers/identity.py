@@ -103,7 +103,7 @@ class Identity:
 
     @property
     def boot(self) -> int:
-        """How often this node was started: higher at every start."""
+        """The number of this start: higher than that of every start before."""
         return self._state.boot
 
     @property

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from gossip import Gossip, Member, NodeId, Status, boot_of
 from node.records import Record, RecordError, decode
 
-# A node that was away for longer is no longer planned with; until then its slices wait for it.
+#: A node that was away for longer is no longer planned with; until then its slices wait for it.
 FORGET_AFTER_S = 60.0
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Another node. ``url``: of its agent, at the address that answers. ``silent_s``: since when it was not heard."""
+    """Another node. ``url`` is its agent's, at the address that answers; ``silent_s`` how long it was not heard."""
 
     record: Record
     url: str
@@ -32,7 +32,7 @@ class Membership:
         self._refused: dict[NodeId, str] = {}
 
     def record_changed(self, node: NodeId) -> None:
-        """Gossip holds a newer record of a node."""
+        """Takes that gossip holds a newer record of a node."""
         member = self._core.members.get(node)
         if member is None or member.record is None:
             return
@@ -51,7 +51,7 @@ class Membership:
         self._records[node] = (member.record.version, record)
 
     def forgotten(self, node: NodeId) -> None:
-        """Gossip no longer knows the node."""
+        """Takes that gossip no longer knows a node."""
         self._records.pop(node, None)
         self._refused.pop(node, None)
 

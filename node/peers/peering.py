@@ -1,4 +1,6 @@
-"""This node's place among the others: gossip, how it finds them, and how it is found. Owns what `gossip` needs of a program.
+"""This node's place among the others: gossip, how it finds them, and how it is found.
+
+It owns what `gossip` needs of a program: sockets' hosts, requests over HTTP, and somebody who is told of changes.
 
 Route for peers: ``POST /swarm/v1/gossip?port=PORT``, msgpack both ways; PORT is the asker's.
 """
@@ -57,7 +59,7 @@ def interface_rules(config: Config) -> InterfaceRules:
 
 
 class Peering:
-    """Membership of one node. ``on_news`` is called whenever who is there, or a record, changed."""
+    """The membership of one node. ``on_news`` is called whenever who is there, or a record, changed."""
 
     def __init__(self, config: Config, identity: Identity, key: SwarmKey | None, on_news: Callable[[], None]) -> None:
         self._config = config
@@ -93,14 +95,17 @@ class Peering:
         return peers_document(self.service, self.membership, self.addresses, left_out, time.monotonic())
 
     def publish(self, record: bytes) -> None:
-        """This node's record, whenever it may have changed."""
+        """Gives the others this node's record, whenever it may have changed."""
         self._record = record
         # A link-local IPv6 address means nothing without the interface, whose name is this machine's own.
         addresses = [entry.address for entry in self.addresses if "%" not in entry.address]
         self.service.publish(addresses, self._port, record)
 
     async def run(self, client: PeerClient, port: int, started: asyncio.Event) -> None:
-        """Until cancelled; then the others are told. Raises OSError if ``port`` cannot be had for UDP."""
+        """Keeps this node among the others until cancelled; then they are told.
+
+        Raises OSError if ``port`` cannot be had for UDP.
+        """
         self._client, self._port = client, port
         hosts = self._config.node.listen_hosts
         async with asyncio.TaskGroup() as tasks:

@@ -14,7 +14,7 @@ _DIGEST_BYTES = 16
 
 
 class PieceBitmap:
-    """A set of numbers below ``count``."""
+    """A set of piece numbers below ``count``."""
 
     def __init__(self, count: int, bits: bytes = b"") -> None:
         self.count = count
@@ -45,7 +45,7 @@ class PieceBitmap:
         return cls(count, ((1 << count) - 1).to_bytes(-(-count // 8), "little"))
 
     def copy(self) -> PieceBitmap:
-        """One that changes by itself."""
+        """A copy, which no change of this one reaches."""
         return PieceBitmap(self.count, bytes(self._bits))
 
     def add(self, numbers: Iterable[int]) -> None:
@@ -62,11 +62,11 @@ class PieceBitmap:
                 self._bits[number >> 3] &= ~(1 << (number & 7))
 
     def missing(self, numbers: Iterable[int]) -> list[int]:
-        """Those of ``numbers`` that are not present, in their order."""
+        """The ones of ``numbers`` that are not present, in their order."""
         return [number for number in numbers if number not in self]
 
     def to_bytes(self) -> bytes:
-        """With a digest of its own, so that a damaged one is known as such."""
+        """The form on disk and wire, with a digest of its own, so that a damaged one is known as such."""
         body = _MAGIC + _COUNT.pack(self.count) + bytes(self._bits)
         return body + hashlib.sha256(body).digest()[:_DIGEST_BYTES]
 

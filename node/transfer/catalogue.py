@@ -10,14 +10,16 @@ from typing import Any
 from node.errors import ModelError
 from node.records import Record
 
-# Of 32 hex digits: enough that two models do not share them, and few enough to be typed.
+# The beginning of an id of 32 hex digits: enough that two models do not share it, few enough to be typed.
 _PREFIX = re.compile(r"[0-9a-f]{6,32}")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A model. ``whole``, ``part``: names of the nodes that have all of it, and some of it; ``has_trunk``: whether somebody
-    has all that a router needs."""
+    """A model of the swarm, and the names of the nodes that have the ``whole`` of it, or a ``part``.
+
+    ``has_trunk``: whether somebody has all that a router needs.
+    """
 
     id: str
     file: str
@@ -27,7 +29,7 @@ class Entry:
     has_trunk: bool
 
     def to_json(self) -> dict[str, Any]:
-        """As in the status document."""
+        """The form that it has in the status document."""
         return {
             "id": self.id,
             "file": self.file,
@@ -55,9 +57,9 @@ def catalogue(records: Iterable[Record]) -> list[Entry]:
 
 
 def choose(entries: Sequence[Entry], name: str) -> Entry | None:
-    """The model that a user means by a file name, with or without .gguf, or the beginning of an id; None if there is none.
+    """The model that a user means by a file name, with or without .gguf, or by the beginning of an id.
 
-    Raises ModelError when it could be one of several.
+    None if there is none. Raises ModelError when it could be one of several.
     """
     plain = name.removesuffix(".gguf").lower()
     by_name = [entry for entry in entries if entry.file.removesuffix(".gguf").lower() == plain]

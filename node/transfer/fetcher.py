@@ -1,4 +1,4 @@
-"""Fetches pieces of a model from other nodes into the store: model_transfer.py decides, this asks, verifies and writes."""
+"""Fetches pieces of a model from other nodes into the store: `schedule` decides, this asks, verifies and writes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from node.transfer.stored import PieceWrong, StoredModel
 
 log = logging.getLogger(__name__)
 
-# Without a byte. A disk that has to wake up takes some seconds.
+# A source that gives no byte for this long has stalled. A disk that has to wake up takes some seconds.
 STALL_S = 10.0
 # Slower than this over SLOW_AFTER_S is as good as stalled: an expert would take minutes.
 SLOW_BYTES_PER_S, SLOW_AFTER_S = 16 << 10, 20.0
@@ -35,9 +35,9 @@ _ASK_AGAIN_S = 5.0
 _NOBODY_S = 5.0
 # Pieces go to the disk together, since a sync costs more than its bytes.
 _COMMIT_BYTES, _COMMIT_S = 256 << 20, 5.0
-# Hashing and writing, of one piece while the next one comes.
+# Threads that hash and write one piece while the next one comes.
 _WORKERS = 2
-# Kept pieces' bytes: those being verified, and one being received for each request.
+# So many pieces are kept in memory while they are verified, beside one that is received for each request.
 _WAITING_MAX = 2
 # A piece is a megabyte as a rule; Mixtral's of 170 MB are the largest known.
 PIECE_BYTES_MAX = 1 << 30
@@ -49,7 +49,7 @@ _FETCH_ERRORS = (aiohttp.ClientError, OSError, TimeoutError, SwarmError)
 
 @dataclass(frozen=True)
 class Progress:
-    """``source``: name of who gave the last piece. ``bytes_per_s``: over the last seconds."""
+    """How far a fetch is. ``source`` is the name of who gave the last piece; ``bytes_per_s``: over the last seconds."""
 
     done_bytes: int
     total_bytes: int
@@ -63,7 +63,7 @@ class Progress:
 
 
 class ModelFetcher:
-    """``sources`` gives, for a model id, the live nodes that offer it: name by URL of the agent."""
+    """Fetches models. ``sources`` gives, for a model id, the live nodes that offer it: name by URL of the agent."""
 
     def __init__(
         self, client: PeerClient, sources: Callable[[str], Mapping[str, str]], *, limit: RateLimit | None = None
@@ -72,11 +72,11 @@ class ModelFetcher:
         self._find_sources = sources
         self._limit = limit or RateLimit(0)
         self._known: dict[str, dict[str, Source]] = {}
-        #: Bytes of verified pieces.
+        #: The bytes of all verified pieces.
         self.received_bytes = 0
 
     async def describe(self, model_id: str) -> tuple[Manifest, Layout]:
-        """Manifest and layout of a model, of the first source that gives them right. Raises ModelError."""
+        """The manifest and the layout of a model, from the first source that gives them right. Raises ModelError."""
         if not _ID.fullmatch(model_id):
             raise ModelError(f"{model_id!r} is no id of a model")
         problems = []
@@ -118,22 +118,22 @@ class ModelFetcher:
             await run.close()
 
     def sources_of(self, model_id: str) -> Mapping[str, str]:
-        """Names by URL."""
+        """The live nodes that offer a model: name by URL."""
         return self._find_sources(model_id)
 
     @property
     def client(self) -> PeerClient:
-        """For requests to sources."""
+        """The client for requests to sources."""
         return self._client
 
     @property
     def limit(self) -> RateLimit:
-        """Of everything that is received."""
+        """The rate limit for everything that is received."""
         return self._limit
 
 
 class _Run:
-    """One fetch. Pieces are kept in memory until they are verified: at most one for each request, and _WAITING_MAX."""
+    """One fetch. It keeps pieces in memory until they are verified: at most one for each request, and _WAITING_MAX."""
 
     def __init__(
         self,
@@ -185,14 +185,15 @@ class _Run:
             raise _first(group) from None
 
     def _pause_s(self) -> float:
-        """Until something may be asked that may not be now; at most half a second, since sources come and go."""
+        """How long to wait until more may be asked; at most half a second, since sources come and go."""
         now_s = time.monotonic()
         next_s = self._transfer.next_s(now_s)
         return 0.5 if next_s is None else min(max(next_s - now_s, 0.01), 0.5)
 
     async def close(self) -> None:
         """Waits for the threads, and keeps what they wrote."""
-        # Of tasks that were cancelled before they began. Sources outlive this fetch, and would count as asked for good.
+        # What is left here was asked by tasks that were cancelled before they began. Sources outlive this fetch, and
+        # would count as asked for good.
         for ask in list(self._asks):
             self._end(ask)
 
@@ -239,8 +240,8 @@ class _Run:
         since_s = self._hopeless_since_s = self._hopeless_since_s or now_s
         if now_s - since_s > _NOBODY_S:
             raise ModelError(
-                f"{_size(self._transfer.missing_bytes)} of model {self._stored.model_id} ({self._stored.name}) cannot be "
-                f"fetched: {describe_sources(self._sources.values())}"
+                f"{_size(self._transfer.missing_bytes)} of model {self._stored.model_id} ({self._stored.name}) "
+                f"cannot be fetched: {describe_sources(self._sources.values())}"
             )
 
     async def _ask(self, ask: Ask, tasks: asyncio.TaskGroup) -> None:

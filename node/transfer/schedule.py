@@ -1,7 +1,7 @@
-"""Which pieces to ask of which source next. Pure: no sockets, no clock; times are monotonic seconds that the caller gives.
+"""Which pieces to ask of which source next. Pure: no sockets, and times are monotonic seconds that the caller gives.
 
-Consecutive pieces are asked for together. A source that fails is left alone for a while, one that lied for long; what it
-did not deliver is asked of another.
+Consecutive pieces are asked for together. A source that fails is left alone for a while, one that lied for long; what
+it did not deliver is asked of another.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from dataclasses import dataclass, field
 
 from node.transfer.bitmap import PieceBitmap
 
-#: Pieces asked for together: some seconds on a home network, so that sources serve several nodes in turn.
+#: So much is asked for together: some seconds on a home network, so that sources serve several nodes in turn.
 RUN_BYTES = 64 << 20
-#: Requests in flight; one to a source.
+#: So many requests are in flight, one to a source.
 REQUESTS_MAX = 3
 
 # A source that gave wrong bytes has a broken disk, or means harm: neither is gone in a minute.
 LIED_S = 3600.0
-# Connection refused, stalled, an error: doubled with each failure in a row.
+# A source that refuses, stalls or errs is left alone for so long, doubled with each failure in a row.
 FAILED_FIRST_S, FAILED_MOST_S = 1.0, 60.0
-# It serves as many as it wants to at the moment.
+# A source that serves as many as it wants to is asked again after this.
 BUSY_S = 1.0
 
 
 @dataclass
 class Source:
-    """What is known of a source of one model. ``has`` None: not asked yet."""
+    """What is known of a source of one model. ``has`` is None until it was asked."""
 
     name: str
     has: PieceBitmap | None = None
@@ -37,16 +37,16 @@ class Source:
     delivered_bytes: int = 0
 
     def failed(self, reason: str, now_s: float) -> None:
-        """Leaves it alone for a while."""
+        """Leaves a source that failed alone for a while."""
         self.failures += 1
         self._leave_until(now_s + min(FAILED_FIRST_S * 2.0 ** (self.failures - 1), FAILED_MOST_S), reason)
 
     def lied(self, reason: str, now_s: float) -> None:
-        """Leaves it alone for long."""
+        """Leaves a source that lied alone for long."""
         self._leave_until(now_s + LIED_S, reason)
 
     def busy(self, now_s: float) -> None:
-        """It asked to come again."""
+        """Leaves a source alone that asked to come again."""
         self._leave_until(now_s + BUSY_S, "it is busy")
 
     def _leave_until(self, until_s: float, reason: str) -> None:
@@ -57,7 +57,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Ask:
-    """A request: pieces ``first`` to ``last``, both included, without the first ``skip_bytes``, which are there already."""
+    """A request for pieces ``first`` to ``last``, both included, without ``skip_bytes``, which are there already."""
 
     source: str
     first: int
@@ -69,22 +69,23 @@ class Ask:
 class Transfer:
     """The fetching of some pieces of one model.
 
-    ``sizes``: bytes of each piece of the model. ``sources`` by id, kept by the caller, so that what is known of them outlives
-    one transfer.
+    ``sizes``: the bytes of each piece of the model. ``sources`` by id belong to the caller, so that what is known of
+    them outlives one transfer.
     """
 
     wanted: Sequence[int]
     sizes: Sequence[int]
     sources: Mapping[str, Source]
     _missing: set[int] = field(init=False)
-    #: Of the pieces that are not there yet.
+    #: The bytes of the pieces that are not there yet.
     missing_bytes: int = field(init=False)
     _asked: set[int] = field(init=False, default_factory=set)
-    # Received, and being verified: the request that brought them may have ended.
+    # Pieces that came and are being verified: the request that brought them may have ended.
     _verifying: set[int] = field(init=False, default_factory=set)
-    # Bytes of a piece that are there, and who gave them.
+    # How many bytes of a piece are there, and who gave them.
     _partial: dict[int, tuple[int, tuple[str, ...]]] = field(init=False, default_factory=dict)
-    # To be fetched from one source as a whole: it came wrong in parts from several, and nobody knows whose fault it was.
+    # Pieces to be fetched from one source as a whole: they came wrong in parts from several, and nobody knows whose
+    # fault it was.
     _whole: set[int] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
@@ -98,7 +99,7 @@ class Transfer:
         return not self._missing
 
     def next(self, now_s: float) -> Ask | None:
-        """What to ask now; None while there is nothing to ask of anybody. Counts as asked until ``ended``."""
+        """What to ask now; None while there is nothing to ask of anybody. It counts as asked until ``ended``."""
         if sum(source.in_flight for source in self.sources.values()) >= REQUESTS_MAX:
             return None
         # The best deliverer first, and among equals always the same.
@@ -114,7 +115,7 @@ class Transfer:
         return None
 
     def next_s(self, now_s: float) -> float | None:
-        """When a source may be asked that may not be now; None if there is none that has anything of use."""
+        """When a source may be asked that may not be asked now; None if none has anything of use."""
         times = [
             source.not_before_s
             for source in self.sources.values()
@@ -123,20 +124,20 @@ class Transfer:
         return min(times, default=None)
 
     def received_part(self, ask: Ask, number: int, count: int) -> None:
-        """The request ended within a piece, of which ``count`` bytes are there now, kept by the caller."""
+        """Takes that a request ended within a piece, of which the caller keeps ``count`` bytes now."""
         _, givers = self._partial.get(number, (0, ()))
         self._partial[number] = (count, tuple(dict.fromkeys((*givers, ask.source))))
 
     def forget_part(self, number: int) -> None:
-        """The caller no longer has the beginning of a piece."""
+        """Takes that the caller no longer has the beginning of a piece."""
         self._partial.pop(number, None)
 
     def received(self, number: int) -> None:
-        """A piece came as a whole; ``verified`` or ``wrong`` is to follow."""
+        """Takes that a piece came as a whole; ``verified`` or ``wrong`` is to follow."""
         self._verifying.add(number)
 
     def verified(self, ask: Ask, number: int) -> None:
-        """A piece came, was right, and is kept."""
+        """Takes that a piece was right, and is kept."""
         if number in self._missing:
             self._missing.remove(number)
             self.missing_bytes -= self.sizes[number]
@@ -149,7 +150,7 @@ class Transfer:
             source.failures = 0
 
     def wrong(self, ask: Ask, number: int, now_s: float) -> None:
-        """A piece came and its hash is wrong. Who gave all of it has lied."""
+        """Takes that a piece's hash is wrong. Who gave all of it has lied."""
         self._verifying.discard(number)
         _, givers = self._partial.pop(number, (0, ()))
         source = self.sources.get(ask.source)
@@ -160,7 +161,7 @@ class Transfer:
             self._whole.add(number)
 
     def ended(self, ask: Ask) -> None:
-        """The request is over; what it did not bring may be asked again."""
+        """Takes that a request is over; what it did not bring may be asked again."""
         self._asked.difference_update(range(ask.first, ask.last + 1))
         source = self.sources.get(ask.source)
         if source is not None:
@@ -198,7 +199,7 @@ def describe_sources(sources: Iterable[Source]) -> str:
 
 @dataclass
 class RateLimit:
-    """At most ``bytes_per_s``, in bursts of a quarter of a second; 0: no limit."""
+    """Lets ``bytes_per_s`` pass at most, in bursts of a quarter of a second; 0: no limit."""
 
     bytes_per_s: float
     _free_s: float = 0.0

@@ -26,10 +26,10 @@ from node.transfer.schedule import RateLimit
 MODELS_PREFIX = "/swarm/v1/models"
 BINARY = "application/octet-stream"
 
-# Enough to fill a gigabit line; more of them only make each slower, and the disk seek.
+# So many transfers fill a gigabit line; more of them only make each slower, and the disk seek.
 TRANSFERS_MAX = 4
 TRANSFERS_OF_PEER_MAX = 2
-# Read at once: long enough for the disk, short enough to be written to a socket without the event loop noticing.
+# So much is read at once: long enough for the disk, short enough for the event loop not to notice when it is sent.
 _CHUNK_BYTES = 1 << 19
 # A receiver that takes nothing for this long has its transfer ended, since others wait.
 _STALL_S = 30.0
@@ -62,16 +62,16 @@ class LocalCopy:
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """In canonical order."""
+        """The model's pieces in canonical order."""
         return pieces(self.index)
 
     @property
     def present(self) -> PieceBitmap:
-        """All of them."""
+        """All pieces."""
         return PieceBitmap.full(len(self.pieces))
 
     def missing(self, numbers: Iterable[int]) -> list[int]:
-        """None of them."""
+        """No piece: all are there."""
         return []
 
 
@@ -83,11 +83,11 @@ class ModelService:
         self._limit = limit or RateLimit(0)
         self._transfers: Counter[str] = Counter()
         self._layouts: dict[str, Layout] = {}
-        #: Bytes of pieces that were given to others.
+        #: The bytes of pieces that were given to others.
         self.sent_bytes = 0
 
     def routes(self) -> list[web.RouteDef]:
-        """Below PEER_PREFIX, so that the swarm key is proved where there is one."""
+        """The routes for other nodes, below PEER_PREFIX, so that the swarm key is proved where there is one."""
         return [
             web.get(f"{MODELS_PREFIX}/{{id}}/manifest", self._manifest),
             web.get(f"{MODELS_PREFIX}/{{id}}/layout", self._layout),
@@ -168,7 +168,7 @@ class ModelService:
 
 
 def _parts(copy: Copy, first: int, last: int, skip: int, stop: int) -> Iterator[TensorPart]:
-    """The bytes ``skip`` to ``stop`` of the pieces, as runs of at most a chunk."""
+    """Yields the bytes ``skip`` to ``stop`` of the pieces as runs of at most a chunk."""
     position = 0
     for piece in copy.pieces[first : last + 1]:
         if position + piece.bytes <= skip or position >= stop:
@@ -187,7 +187,7 @@ def _parts(copy: Copy, first: int, last: int, skip: int, stop: int) -> Iterator[
 async def _reader(
     paths: Sequence[str], parts: Iterator[TensorPart], request: web.Request
 ) -> AsyncIterator[AsyncIterator[bytes]]:
-    """Chunks of the files, each read in a thread while the one before is sent."""
+    """Gives chunks of the files, each read in a thread while the one before is sent."""
     files: dict[str, int] = {}
     pending: asyncio.Future[bytes] | None = None
     loop = asyncio.get_running_loop()

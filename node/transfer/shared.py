@@ -1,4 +1,4 @@
-"""What this node has of models besides the user's own files, what it fetches of them, and what it gives of both to others."""
+"""What this node has of models besides the user's own files, what it fetches, and what it gives of both to others."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ _IDLE_S = 60.0
 
 
 class SharedModels:
-    """``run`` fetches what is looked up; ``sources`` gives, for a model id, the live nodes that offer it, name by URL.
+    """The models that this node shares with others.
+
+    ``run`` makes files of what is looked up; ``sources`` gives, for a model id, the live nodes that offer it: name by
+    URL.
 
     ``on_change`` is called whenever ``offers``, ``activity`` or what ``look_up`` says changed.
     """
@@ -57,7 +60,7 @@ class SharedModels:
         self._local_offers: list[Offer] = []
         self._stored: dict[str, StoredModel] = {}
         self._used_s: dict[str, float] = {}
-        # Of what the node serves or holds: never removed.
+        # The ids of models that the node serves or holds: they are never removed.
         self._pinned: set[str] = set()
         self._used: dict[str, tuple[Sequence[Slice], bool]] = {}
         self._stored_offers: tuple[Offer, ...] = ()
@@ -69,7 +72,7 @@ class SharedModels:
 
     @property
     def offers(self) -> tuple[Offer, ...]:
-        """For this node's record: the user's files first, then what was used last of the store."""
+        """What this node's record offers: the user's files first, then what was used last of the store."""
         own = self._local_offers
         return tuple((own + [offer for offer in self._stored_offers if offer.id not in self._local])[:OFFERS_MAX])
 
@@ -118,8 +121,10 @@ class SharedModels:
         return None
 
     def keep(self, used: Mapping[str, tuple[Sequence[Slice], bool]]) -> None:
-        """Says what is in use of the models that were looked up, by id: slices, and whether the trunk is. Anything else may be
-        removed for what is fetched."""
+        """Takes what is in use of the models that were looked up, by id: slices, and whether the trunk is.
+
+        Anything else may be removed for what is fetched.
+        """
         self._used = dict(used)
         self._pinned &= set(used) | ({self._wanted[0]} if self._wanted is not None else set())
 
@@ -131,7 +136,7 @@ class SharedModels:
             await self._fetch(self._stored[index.model_id], wanted)
 
     async def provide_trunk(self, index: ModelIndex) -> None:
-        """As ``provide``, for everything that is not an expert."""
+        """Fetches what is missing of everything that is not an expert, as ``provide`` does of slices."""
         if self.is_stored(index):
             stored = self._stored[index.model_id]
             await self._fetch(stored, trunk_numbers(stored.pieces))
@@ -195,7 +200,7 @@ class SharedModels:
             await self._list_stored()
 
     def _drop_unused(self, stored: StoredModel, wanted: Sequence[int]) -> None:
-        """Makes space by dropping pieces of a model that is in use, but not they. Blocks."""
+        """Makes space by dropping pieces of a model that is in use, but none that are used or ``wanted``. Blocks."""
         slices, trunk = self._used.get(stored.model_id, ((), False))
         numbers = expert_numbers(stored.pieces)
         used = {numbers[layer, expert] for layer, first, last in slices for expert in range(first, last + 1)}

@@ -8,9 +8,9 @@
              user-*      one for each that uses the model, locked by it
              lock        held shared by whoever uses the model, exclusively by who removes it
 
-A piece is verified before it is written, and counts as present only when it is on the disk and the new bitmap has replaced
-the old one. So a process that is killed loses at most what it had not committed, and several processes may fetch
-into one folder.
+A piece is verified before it is written, and counts as present only when it is on the disk and the new bitmap has
+replaced the old one. So a process that is killed loses at most what it had not committed, and several processes may
+fetch into one folder.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from node.models.pieces import pieces, trunk_numbers
 from node.transfer.stored import StoredModel, StoreFull, disk_error, read_present
 
 _ID = re.compile(r"[0-9a-f]{32}")
-# Of the temporary folders in which models are made and removed; no id begins so.
+# Prefixes of the temporary folders in which models are made and removed; no id begins so.
 _NEW, _GONE = "new-", "gone-"
-# What the whole store may take with no limit set: all but this share of the disk.
+# With no limit set the whole store may take all but this share of the disk.
 _DISK_LEFT_SHARE = 0.1
 
 
 @dataclass(frozen=True)
 class StoredInfo:
-    """A model of the store, for lists. ``disk_bytes``: what it takes; ``present_bytes``: of its verified pieces."""
+    """A model of the store, for lists. ``disk_bytes``: what it takes; ``present_bytes``: its verified pieces."""
 
     model_id: str
     name: str
@@ -147,7 +147,10 @@ class ModelStore:
         return _disk_bytes(self.folder) if self.folder.exists() else 0
 
     def make_room(self, needed_bytes: int) -> None:
-        """Removes models that nobody uses, the least recently used first, until there is space. Blocks. Raises StoreFull."""
+        """Removes models that nobody uses, the least recently used first, until there is space. Blocks.
+
+        Raises StoreFull.
+        """
         self.prune(self.limit_bytes() - needed_bytes)
         left = self.limit_bytes() - self.used_bytes()
         free = shutil.disk_usage(self.folder).free if self.folder.exists() else left

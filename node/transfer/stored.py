@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 # pwritev takes 1,024 buffers at most on Linux and macOS.
 _BUFFERS_MAX = 512
-# Of the files that say who uses a model, each locked by its user.
+# The prefix of files that say who uses a model, each locked by its user.
 _USER = "user-"
 
 
@@ -37,7 +37,7 @@ class StoreFull(ModelError):
 
 
 class StoredModel:
-    """One model of the store, in use until ``close``. Its blocking methods are for threads; several may write at once."""
+    """One model of the store, in use until ``close``. Its methods block, and several threads may write at once."""
 
     def __init__(self, folder: Path, lock: int, manifest: Manifest, index: ModelIndex, name: str) -> None:
         self.folder = folder
@@ -48,7 +48,8 @@ class StoredModel:
         self._lock = lock
         self._written: set[int] = set()  # verified and written, but perhaps not on the disk
         self._mutex = threading.Lock()
-        # Of the threads within write() and commit(): a descriptor that is closed below them may be another file's by then.
+        # How many threads are within write() and commit(): a descriptor that is closed below them may be another file's
+        # by then.
         self._idle = threading.Condition(self._mutex)
         self._n_working = 0
         self._files: dict[str, int] = {}
@@ -61,7 +62,7 @@ class StoredModel:
 
     @property
     def model_id(self) -> str:
-        """By content."""
+        """The model's id, which follows from its bytes."""
         return self.manifest.model_id
 
     @property
@@ -71,7 +72,7 @@ class StoredModel:
             return self._present.copy()
 
     def missing(self, numbers: Iterable[int]) -> list[int]:
-        """Those of ``numbers`` that are not present."""
+        """The ones of ``numbers`` that are not present."""
         with self._mutex:
             return self._present.missing(numbers)
 
@@ -94,7 +95,10 @@ class StoredModel:
                 self._written.add(number)
 
     def commit(self) -> None:
-        """Makes what was written so far present: on the disk first, then in the bitmap. Blocks. Raises StoreFull, ModelError."""
+        """Makes what was written so far present: on the disk first, then in the bitmap. Blocks.
+
+        Raises StoreFull, ModelError.
+        """
         with self._working():
             with self._mutex:
                 written = set(self._written)
@@ -117,7 +121,7 @@ class StoredModel:
             log.debug("model %s: %d more pieces are on the disk", self.model_id, len(written))
 
     def drop(self, numbers: Iterable[int]) -> int:
-        """Gives the disk space of pieces back, if nobody else uses the model; their bytes, 0 if somebody does. Blocks.
+        """Gives the disk space of pieces back, if nobody else uses the model. Returns their bytes, else 0. Blocks.
 
         Raises ModelError.
         """
@@ -141,7 +145,10 @@ class StoredModel:
         return sum(self.pieces[number].bytes for number in dropped)
 
     def _is_only_user(self) -> bool:
-        """Also removes what users left that were killed. The lock of the list is held, so nobody comes meanwhile."""
+        """Whether nobody else uses the model. The lock of the list is held, so nobody comes meanwhile.
+
+        Also removes what users left that were killed.
+        """
         for path in self.folder.glob(f"{_USER}*"):
             if path == self._user:
                 continue
@@ -233,6 +240,7 @@ class _Views:
 
 
 def read_present(folder: Path, count: int) -> PieceBitmap:
+    """The pieces that a model's folder says are there; none if it says nothing that can be read."""
     try:
         return PieceBitmap.from_bytes((folder / "present").read_bytes(), count)
     except FileNotFoundError:
@@ -243,6 +251,7 @@ def read_present(folder: Path, count: int) -> PieceBitmap:
 
 
 def disk_error(error: OSError, path: Path, needed_bytes: int) -> ModelError:
+    """The error for the user where ``needed_bytes`` could not be written below ``path``: StoreFull on a full disk."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return StoreFull(
             f"{path} cannot take {needed_bytes} bytes more: {error.strerror}. Free some space, or name another folder "

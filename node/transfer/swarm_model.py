@@ -16,11 +16,11 @@ from node.transfer.store import ModelStore
 
 
 class SwarmModel:
-    """``known`` are this node's own files, ``shared`` what is fetched; ``record`` gives this node's record.
+    """The model of the swarm as this node has it. ``known`` are its own files, ``record`` gives its record.
 
-    ``told``: the node has a file to serve. ``name``: of the model that it was told to take from others; empty: of whichever the
-    swarm serves. ``fetched``: the model that it takes part in, of which it has no file of its own; None until its header was
-    fetched.
+    ``shared``: what is fetched. ``told``: whether the node has a file to serve. ``name``: the model that it was told to
+    take from others; empty: whichever the swarm serves. ``fetched``: the model that it takes part in, of which it has
+    no file of its own; None until its header was fetched.
     """
 
     def __init__(
@@ -60,8 +60,11 @@ class SwarmModel:
         return any(peer.record.can_route and not peer.record.fetches for peer in peers)
 
     def can_be_routed(self, models_with_programs: Collection[str]) -> bool:
-        """Whether this node can route the model that it fetches: only where no node with the file can, and where everything
-        that a router needs is to be had. Nobody who fetches takes a router's place while it may come back."""
+        """Whether this node can route the model that it fetches.
+
+        It can only where no node with the file can, and where everything that a router needs is to be had. Nobody who
+        fetches takes a router's place while it may come back.
+        """
         if self.fetched is None or self.fetched.model_id not in models_with_programs or self.is_routed_by_others():
             return False
         offered = any(
@@ -72,8 +75,11 @@ class SwarmModel:
         return offered or self.shared.has_trunk(self.fetched)
 
     def to_route(self) -> ModelIndex | None:
-        """A model that this node could route by fetching it, where nobody who has the file can: the one that it was told, or one
-        that the others have. None if there is none, or while its header is fetched. Raises ModelError when it cannot be had."""
+        """A model that this node could route by fetching it, where nobody who has the file can.
+
+        It is the one that it was told, or one that the others have. None if there is none, or while its header is
+        fetched. Raises ModelError when it cannot be had.
+        """
         if self.told or self.fetched is not None or self.is_routed_by_others():
             return None
         if self.name:
@@ -81,7 +87,8 @@ class SwarmModel:
             if entry is None:
                 listed = ", ".join(f"{entry.file} ({entry.id[:12]})" for entry in self.catalogue()) or "none"
                 raise ModelError(
-                    f"no node that answers has a model {self.name!r}, by name or beginning of its id; there are: {listed}"
+                    f"no node that answers has a model {self.name!r}, by name or beginning of its id; "
+                    f"there are: {listed}"
                 )
             index = self.shared.look_up(entry.id, entry.file)
         else:

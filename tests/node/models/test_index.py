@@ -315,7 +315,7 @@ def test_garbage_is_refused_at_once(tmp_path: Path, name: str) -> None:
     path = tmp_path / "garbage.gguf"
     reason, content = GARBAGE[name]
     path.write_bytes(content)
-    start = time.monotonic()
+    start_s = time.process_time()
     with pytest.raises(ModelError, match=rf"garbage\.gguf .*{re.escape(reason)}"):
         read_model(path)
     if content.startswith(b"GGUF"):
@@ -323,7 +323,7 @@ def test_garbage_is_refused_at_once(tmp_path: Path, name: str) -> None:
         os.truncate(path, 1 << 36)
         with pytest.raises(ModelError, match=r"garbage\.gguf"):
             read_model(path)
-    assert time.monotonic() - start < 2
+    assert time.process_time() - start_s < READ_S_MAX
 
 
 # What a header that is meant to harm costs at most.
@@ -475,9 +475,9 @@ def test_a_hundred_thousand_tokens_cost_little(tmp_path: Path) -> None:
     token = _string("Ġtoken".encode())
     tokens = KeyValue(9, struct.pack("<IQ", 8, 300_000) + token * 300_000)
     path = _write(tmp_path / "m.gguf", _key_values(tokenizer__ggml__merges=tokens), _tensors())
-    start = time.monotonic()
+    start_s = time.process_time()
     index = read_model(path)
-    assert time.monotonic() - start < 3
+    assert time.process_time() - start_s < READ_S_MAX
     assert "tokenizer.ggml.merges" not in index.metadata
     assert index.metadata["testmoe.floats"] == [0.5, -1.5]
 

@@ -16,6 +16,7 @@ from node.models.local import LocalModels
 from node.records import OFFERS_MAX, VERSION, Offer, Record, RecordError, decode, encode
 from node.transfer.catalogue import Entry, catalogue, choose
 from node.transfer.store import ModelStore
+from rigs import ROOT
 from rigs.store_cases import piece_bytes, source
 
 ID_A, ID_B, ID_C = "a" * 32, "aaaaaaa" + "b" * 25, "c" * 32
@@ -106,8 +107,8 @@ def test_the_commands(tmp_path: Path) -> None:
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [Path(sys.executable).with_name("swarm-node"), "model", *arguments],
-            env={"SWARM_CACHE_DIR": str(tmp_path), "HOME": str(tmp_path), "PATH": ""},
+            [sys.executable, "-m", "node.commands.main", "model", *arguments],
+            env={"SWARM_CACHE_DIR": str(tmp_path), "HOME": str(tmp_path), "PATH": "", "PYTHONPATH": str(ROOT)},
             cwd=tmp_path,
             capture_output=True,
             text=True,
