@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
+from node.agent.own_record import Experts
 from node.errors import SwarmError
 from node.expert_server.process import ExpertProcess, ProcessEvent, SliceAnswer, SliceOrder
 from node.models.index import ModelIndex
@@ -17,14 +19,33 @@ from node.slices import Slice, describe, gaps, surplus
 log = logging.getLogger(__name__)
 
 
-class Holder:
+def next_slices(
+    wanted: Sequence[Slice], held: Mapping[Slice, int], memory_bytes: int, bytes_of: Callable[[Slice], int]
+) -> tuple[list[Slice], list[Slice]]:
+    """What to drop and then what to load, so that every expert of ``wanted`` is held. Pure.
+
+    ``held``: bytes by slice; ``memory_bytes``: what may be used. Held slices that are not wanted stay while there is
+    room, since the plan may come back to them; wanted ones are never dropped. What does not fit even so is for the
+    expert server to refuse.
+    """
+    to_load = gaps(wanted, list(held))
+    needed = sum(held.values()) + sum(bytes_of(one) for one in to_load)
+    to_drop = []
+    for one in surplus(wanted, list(held)):
+        if needed > memory_bytes:
+            to_drop.append(one)
+            needed -= held[one]
+    return to_drop, to_load
+
+
+class ExpertRole:
     """The expert server of a node and the slices it holds.
 
     ``run`` owns the process; ``want`` says what to hold. ``on_change`` is called whenever ``ready`` or ``problem``
-    changes. ``check_file`` is called in a thread before slices are loaded, and raises ModelError when the file is not the
-    one that was hashed. ``provide`` is awaited before that, and cancelled when something else is wanted: it fetches what
-    the file lacks, and raises SwarmError when it cannot. ``digests`` is called in a thread, and gives the SHA-256 of each
-    expert of slices, as far as they are known.
+    changes. ``check_file`` is called in a thread before slices are loaded, and raises ModelError when the file is not
+    the one that was hashed. ``provide`` is awaited before that, and cancelled when something else is wanted: it fetches
+    what the file lacks, and raises SwarmError when it cannot. ``digests`` is called in a thread, and gives the SHA-256
+    of each expert of slices, as far as they are known.
     """
 
     def __init__(
@@ -43,6 +64,7 @@ class Holder:
         check_file: Callable[[ModelIndex], None] = lambda index: None,
         provide: Callable[[ModelIndex, Sequence[Slice]], Awaitable[None]] | None = None,
         digests: Callable[[ModelIndex, Sequence[Slice]], Mapping[Slice, Sequence[str]]] = lambda index, slices: {},
+        measures_speed: bool = False,
     ) -> None:
         self._memory_bytes = memory_bytes
         self._on_change = on_change
@@ -52,7 +74,7 @@ class Holder:
         self._wanted: tuple[ModelIndex, ModelPrograms, tuple[Slice, ...]] | None = None
         self._wanted_changed = asyncio.Event()
         self._held: dict[Slice, int] = {}  # → memory_bytes
-        self._notes: dict[Slice, str] = {}  # of those held on another device than was meant
+        self._notes: dict[Slice, str] = {}  # why slices are held on another device than was meant
         self._held_model: ModelIndex | None = None
         self._alive = asyncio.Event()
         self.problem = ""
@@ -69,6 +91,18 @@ class Holder:
         )
         self.process.check_files = self._check_files
         self.process.on_withdrawn = self._slice_withdrawn
+        self.process.measures_speed = measures_speed
+
+    def state(self) -> Experts:
+        """What is held now, as plain values."""
+        return Experts(
+            port=self.process.port,
+            model_id=self.model_id,
+            ready=self.ready,
+            in_use=self.in_use,
+            problem=self.problem,
+            bytes_per_s=self.process.expert_bytes_per_s,
+        )
 
     @property
     def model_id(self) -> str | None:
@@ -129,16 +163,19 @@ class Holder:
             for held in list(self._held):
                 await self._drop(held)
         self._held_model = index
-        to_load = gaps(wanted, list(self._held))
-        needed = sum(self._bytes(index, one) for one in to_load)
-        for unneeded in surplus(wanted, list(self._held)):
-            if sum(self._held.values()) + needed > self._memory_bytes:
-                await self._drop(unneeded)
+        to_drop, to_load = next_slices(wanted, self._held, self._memory_bytes, partial(_bytes, index))
+        for held in to_drop:
+            await self._drop(held)
         if not to_load:
             self._tell(self._note())
             return
         if not await self._provided(index, to_load):
             return
+        await self._load(index, programs, to_load)
+        self._tell(self._note())
+
+    async def _load(self, index: ModelIndex, programs: ModelPrograms, to_load: Sequence[Slice]) -> None:
+        """Raises SwarmError when a slice could not be loaded; the others are held then."""
         await asyncio.to_thread(self._check_file, index)
         digests = await asyncio.to_thread(self._digests, index, to_load)
         layers = {one.layer: programs.layers[one.layer] for one in to_load}
@@ -166,7 +203,6 @@ class Holder:
                 problems.append(f"{answer.slice}: {answer.reason}")
         if problems:
             raise SwarmError("; ".join(problems[:3]))
-        self._tell(self._note())
 
     async def _provided(self, index: ModelIndex, slices: Sequence[Slice]) -> bool:
         """Whether the bytes of the slices are there; False when something else is wanted by now."""
@@ -186,8 +222,9 @@ class Holder:
             await asyncio.gather(providing, changed, return_exceptions=True)
 
     async def _drop(self, held: Slice) -> None:
-        assert self._held_model is not None
-        self._held.pop(held)
+        # Gone already, if its proof failed while another one was dropped.
+        if self._held_model is None or self._held.pop(held, None) is None:
+            return
         self._notes.pop(held, None)
         self._on_change()
         await self.process.drop(self._held_model.model_id, held)
@@ -207,10 +244,6 @@ class Holder:
         for held in sorted(self._notes):
             by_note.setdefault(self._notes[held], []).append(held)
         return "; ".join(f"{describe(slices)} {note}" for note, slices in by_note.items())
-
-    @staticmethod
-    def _bytes(index: ModelIndex, one: Slice) -> int:
-        return index.expert_bytes(one.layer) * one.n_experts // max(index.n_expert, 1)
 
     def _check_files(self, model_id: str) -> None:
         index = self._held_model
@@ -238,3 +271,8 @@ class Holder:
             self.problem = event.message
         log.info("expert server: %s", event.message)
         self._on_change()
+
+
+def _bytes(index: ModelIndex, one: Slice) -> int:
+    """Memory of a slice."""
+    return index.expert_bytes(one.layer) * one.n_experts // max(index.n_expert, 1)

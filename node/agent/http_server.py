@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -21,17 +22,22 @@ log = logging.getLogger(__name__)
 
 
 class HttpServer:
-    """``own_addresses``: of this node, by which requests may name it; asked with each request."""
+    """``own_addresses``: those of this node, by which requests may name it; asked with each request.
+
+    ``port``: where it answers, as configured until ``listening`` is set.
+    """
 
     def __init__(self, config: Config, guard: PeerGuard, own_addresses: Callable[[], Sequence[str]]) -> None:
         self._config = config
         self._guard = guard
         self._own_addresses = own_addresses
         self._cors = Cors(config.api.allowed_origins)
+        self.port = config.node.port
+        self.listening = asyncio.Event()
 
     @contextlib.asynccontextmanager
-    async def listen(self, add_routes: Callable[[web.Application], None]) -> AsyncIterator[int]:
-        """Answers at the port that this gives, as long as the context lasts. Raises SwarmError."""
+    async def listen(self, add_routes: Callable[[web.Application], None]) -> AsyncIterator[None]:
+        """Answers as long as the context lasts. Raises SwarmError."""
         app = web.Application(middlewares=[self._check], client_max_size=DoorOptions().body_bytes_max)
         app.add_routes([*self._guard.routes(), web.get("/health", _health)])
         add_routes(app)
@@ -48,12 +54,14 @@ class HttpServer:
         except OSError as error:
             await runner.cleanup()
             raise SwarmError(
-                f"port {self._config.node.port} cannot be used: {error.strerror or error}. Another node on this machine? "
-                f"Give this one --port and --name"
+                f"port {self._config.node.port} cannot be used: {error.strerror or error}. "
+                f"Another node on this machine? Give this one --port and --name"
             ) from error
         log.debug("this node answers at %s", runner.addresses)
         try:
-            yield int(runner.addresses[0][1])
+            self.port = int(runner.addresses[0][1])
+            self.listening.set()
+            yield
         finally:
             await runner.cleanup()
 
@@ -73,7 +81,8 @@ class HttpServer:
         return response
 
     def _refusal(self, request: web.Request) -> tuple[int, str] | None:
-        """Status and reason for a request that no route may answer (SCENARIOS SEC-2)."""
+        """Status and reason for a request that no route may answer: one of a page that this node does not know, or
+        one that names the node as something that it is not (docs/security.md)."""
         remote = request.remote or ""
         if not self._guard.has_key and not is_private(remote):
             return 403, "this swarm has no key, so it is open to private and link-local addresses only"

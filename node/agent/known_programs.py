@@ -1,4 +1,7 @@
-"""The layer programs of models: read with llama.cpp where this build has it, else asked of the router, and given to others."""
+"""The layer programs of models: read with llama.cpp where this build has it, else asked of the router.
+
+They are given to other nodes that ask.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ class KnownPrograms:
         self.by_model: dict[str, ModelPrograms] = {}
 
     async def of(self, index: ModelIndex, router_url: str) -> ModelPrograms:
-        """Those of a model. Raises SwarmError, aiohttp.ClientError, TimeoutError."""
+        """The programs of a model. Raises SwarmError, aiohttp.ClientError, TimeoutError."""
         known = self.by_model.get(index.model_id)
         if known is None:
             try:
@@ -46,7 +49,10 @@ class KnownPrograms:
             raise SwarmError(
                 f"the router at {url} does not give the layer programs of {index.model_id}: status {status}"
             )
-        programs = msgspec.json.decode(body, type=list[LayerProgram])
+        try:
+            programs = msgspec.json.decode(body, type=list[LayerProgram])
+        except msgspec.MsgspecError as error:
+            raise SwarmError(f"the router at {url} gives layer programs that cannot be read: {error}") from None
         return ModelPrograms(index.model_id, "", {program.layer: program for program in programs})
 
     async def _give(self, request: web.Request) -> web.Response:

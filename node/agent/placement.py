@@ -1,6 +1,6 @@
-"""Who is the router and who holds which experts. Pure: the same nodes and model give the same answer everywhere.
+"""Who holds which experts. Pure: the same nodes and model give the same answer everywhere.
 
-Plain rules, until placement by speed and replicas: experts by memory, the router by identity.
+A plain rule, until placement by speed and replicas: experts by memory.
 """
 
 from __future__ import annotations
@@ -17,9 +17,6 @@ class Candidate:
 
     node_id: str
     memory_bytes: int
-    can_route: bool
-    routes_since_term: int = 0  # the term it is router of; 0: it is not
-    fetches: bool = False  # it would have to fetch the model from others
 
 
 @dataclass(frozen=True)
@@ -38,19 +35,6 @@ class Plan:
     missing: tuple[Slice, ...]
 
 
-def elect(candidates: Sequence[Candidate]) -> Candidate | None:
-    """The router: the live one with the highest term, if any; else the able node with the lowest id, of those that have the
-    model if there are any; None if none is able.
-
-    Nobody displaces a live router: a node that comes back with a lower id waits.
-    """
-    able = [candidate for candidate in candidates if candidate.can_route]
-    routing = [candidate for candidate in able if candidate.routes_since_term > 0]
-    if routing:
-        return min(routing, key=lambda c: (-c.routes_since_term, c.node_id))
-    return min(able, key=lambda c: (c.fetches, c.node_id), default=None)
-
-
 def plan(
     candidates: Sequence[Candidate],
     layers: Mapping[int, LayerSize],
@@ -58,9 +42,9 @@ def plan(
 ) -> Plan:
     """Shares every layer's experts among the nodes, in proportion to the memory they offer.
 
-    Every layer is cut the same way, as far as its number of experts allows, because a token waits for the slowest
-    share of each layer. Never more than a node offers; what fits nowhere is ``missing``. Who has room for an expert gets
-    one, if there are enough. ``held`` is what nodes have now: if it already covers every expert once and no candidate is
+    Every layer is cut the same way, as far as its number of experts allows, because a token waits for the slowest share
+    of each layer. Never more than a node offers; what fits nowhere is ``missing``. Who has room for an expert gets one,
+    if there are enough. ``held`` is what nodes have now: if it already covers every expert once and no candidate is
     left without work, it stays.
     """
     smallest_bytes = max(1, min((layer.expert_bytes for layer in layers.values()), default=1))

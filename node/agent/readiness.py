@@ -9,7 +9,10 @@ from node.slices import describe
 
 
 def waits_for(router: Router, names: Mapping[str, str], activity: str) -> str:
-    """What a router that does not answer waits for. ``names`` of nodes by id; ``activity``: what the router is at, if anything."""
+    """What a router that does not answer waits for.
+
+    ``names``: those of nodes by id; ``activity``: what the router is at, if anything.
+    """
     if router.plan is not None and router.plan.missing:
         return f"no node has memory for {describe(router.plan.missing)}; add a machine"
     if router.not_ready:
@@ -22,7 +25,10 @@ def waits_for(router: Router, names: Mapping[str, str], activity: str) -> str:
 
 
 def without_router(*, serves: bool, hashes: str | None) -> str:
-    """What is lacking where nobody routes. ``serves``: whether this node could; ``hashes``: the file that it reads through."""
+    """What is lacking where nobody routes.
+
+    ``serves``: whether this node could; ``hashes``: the file that it reads through, if any.
+    """
     if serves:
         return "the router is being elected"
     if hashes is not None:

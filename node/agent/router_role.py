@@ -47,7 +47,8 @@ def table_holds(table: RoutingTable, nodes: Mapping[str, KnownNode]) -> bool:
 class RouterRole:
     """The router's part of an agent. ``update`` is given the nodes whenever something changed; ``run`` owns the engine.
 
-    ``provide`` is awaited before the engine starts: it fetches what the model's file lacks, and raises SwarmError when it cannot.
+    ``provide`` is awaited before the engine starts: it fetches what the model's file lacks, and raises SwarmError when
+    it cannot.
     """
 
     def __init__(
@@ -124,9 +125,7 @@ class RouterRole:
             layer: LayerSize(program.n_expert, -(-self.index.expert_bytes(layer) // program.n_expert))
             for layer, program in self.programs.layers.items()
         }
-        candidates = [
-            Candidate(node_id, known.record.memory_bytes, known.record.can_route) for node_id, known in nodes.items()
-        ]
+        candidates = [Candidate(node_id, known.record.memory_bytes) for node_id, known in nodes.items()]
         new = plan(candidates, layers, dict(self._plan.slices) or None)
         if (dict(new.slices), new.missing) != (dict(self._plan.slices), self._plan.missing):
             self._plan = Plan(self._plan.sequence + 1, self.index.model_id, dict(new.slices), new.missing)

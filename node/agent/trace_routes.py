@@ -4,32 +4,58 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import aiohttp
 from aiohttp import web
 
+from node.agent.known_programs import Post
+from node.agent.view import NO_ROUTER, View
 from node.errors import SwarmError
 from node.peers.http import read_body
-
-if TYPE_CHECKING:
-    from node.agent.agent import Agent
 
 PEER_PATH = "/swarm/v1/trace"
 
 
-def trace_routes(agent: Agent) -> list[web.RouteDef]:
-    """``GET /trace`` (JSON) for everybody who may see ``/status``, and the same for peers, who ask this node only."""
+class TracedEngine(Protocol):
+    """What is asked of the router engine (`node.router.engine.RouterEngine`)."""
 
-    async def trace(request: web.Request) -> web.Response:
-        found = agent.routing_node()
+    async def trace(self) -> Mapping[str, Any]:
+        """Its counters. Raises SwarmError."""
+
+
+class TraceRoutes:
+    """``engine`` gives this node's router engine, while it runs; ``post`` asks another agent.
+
+    ``requests`` gives how many requests this node has passed on so far, and how many of them llama-server works on.
+    """
+
+    def __init__(
+        self,
+        look: Callable[[], View],
+        engine: Callable[[], TracedEngine | None],
+        requests: Callable[[], tuple[int, int]],
+        post: Post,
+    ) -> None:
+        self._look = look
+        self._engine = engine
+        self._requests = requests
+        self._post = post
+
+    def routes(self) -> list[web.RouteDef]:
+        """``GET /trace`` (JSON) for all who may see ``/status``, and the same for peers, who ask this node only."""
+        return [web.get("/trace", self._trace), web.post(PEER_PATH, self._trace_for_peer)]
+
+    async def _trace(self, request: web.Request) -> web.Response:
+        found = self._look().routing_node()
         if found is None:
-            return _unavailable("no_router", "no node of the swarm serves a model yet; start one with --model FILE")
+            return _unavailable("no_router", NO_ROUTER)
         record, url = found
         if not url:
-            return await _own(agent)
+            return await self._own()
         try:
-            status, body = await agent.post(url, PEER_PATH, b"{}")
+            status, body = await self._post(url, PEER_PATH, b"{}")
         except (aiohttp.ClientError, OSError, TimeoutError, SwarmError) as error:
             text = str(error) or type(error).__name__
             return _unavailable("router_unreachable", f"the router, node {record.name}, does not answer: {text}")
@@ -38,33 +64,34 @@ def trace_routes(agent: Agent) -> list[web.RouteDef]:
             return _unavailable("router_refused", f"the router, node {record.name}, answers with status {status}{old}")
         return web.Response(status=status, body=body, content_type="application/json")
 
-    async def trace_for_peer(request: web.Request) -> web.Response:
+    async def _trace_for_peer(self, request: web.Request) -> web.Response:
         await read_body(request, 64)
-        if agent.role is None:
-            return _unavailable("not_router", f"node {agent.config.node.name} is not the router")
-        return await _own(agent)
+        view = self._look()
+        if view.own.router is None:
+            return _unavailable("not_router", f"node {view.node.name} is not the router")
+        return await self._own()
 
-    return [web.get("/trace", trace), web.post(PEER_PATH, trace_for_peer)]
-
-
-async def _own(agent: Agent) -> web.Response:
-    engine = agent.role.engine if agent.role is not None else None
-    found = agent.routing_node()
-    if engine is None:
-        router = found[0].router if found is not None else None
-        waits_for = agent.waits_for(router) if router is not None else "the router engine is starting"
-        return _unavailable("model_loading", f"the router's engine does not run: {waits_for}")
-    door = agent.door
-    # Before the counters: a request that comes meanwhile is rather one too many than unsaid.
-    requests = {"relayed": door.statistics.relayed, "running": max(0, door.open - door.waiting)}
-    try:
-        counters = await engine.trace()
-    except SwarmError as error:
-        return _unavailable("no_trace", str(error))
-    document = {"router": agent.config.node.name, "requests": requests, "trace": counters}
-    # That of a large swarm has megabytes.
-    body = await asyncio.to_thread(lambda: json.dumps(document).encode())
-    return web.Response(body=body, content_type="application/json")
+    async def _own(self) -> web.Response:
+        engine, view = self._engine(), self._look()
+        if engine is None:
+            found = view.routing_node()
+            router = found[0].router if found is not None else None
+            waits_for = view.waits_for(router) if router is not None else "the router engine is starting"
+            return _unavailable("model_loading", f"the router's engine does not run: {waits_for}")
+        # Before the counters: a request that comes meanwhile is rather one too many than unsaid.
+        relayed, running = self._requests()
+        try:
+            counters = await engine.trace()
+        except SwarmError as error:
+            return _unavailable("no_trace", str(error))
+        document = {
+            "router": view.node.name,
+            "requests": {"relayed": relayed, "running": max(0, running)},
+            "trace": counters,
+        }
+        # The trace of a large swarm has megabytes.
+        body = await asyncio.to_thread(lambda: json.dumps(document).encode())
+        return web.Response(body=body, content_type="application/json")
 
 
 def _unavailable(code: str, message: str) -> web.Response:

@@ -8,11 +8,16 @@ import dataclasses
 import logging
 import os
 import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from node.agent.agent import Agent
+from node.agent.agent import Agent, open_agent
+from node.agent.http_server import HttpServer
+from node.agent.machine import Machine, this_machine
+from node.agent.view import View
 from node.log_files import AGENT_LOG, EXPERTS_LOG, ROUTER_LOG, AgentLogHandler, keep_bounded, log_folder
 from node.log_levels import parse_levels
 from node.logs import SHOWN, add_file, configure
@@ -43,23 +48,31 @@ async def run_node(options: argparse.Namespace) -> int:
             log.warning("%s", warning)
         log.debug("settings from %s", config.path or "defaults, environment and flags")
         log.debug("node %s, start %d, state in %s", identity.node_id, identity.boot, identity.folder)
-        agent = Agent(config, identity)
-        asides = [
-            asyncio.create_task(_greet(agent, config)),
-            asyncio.create_task(keep_bounded([logs / EXPERTS_LOG, logs / ROUTER_LOG])),
-        ]
         try:
-            await agent.run()
+            machine = this_machine(config)
+            async with open_agent(config, identity, machine, logs) as agent:
+                await _run(agent, config, machine, logs)
         except asyncio.CancelledError:
             log.info("the node is stopped", extra=SHOWN)
             raise
         except BaseException:  # said on the screen by the command; the file would not have it
             log.error("the node ends", exc_info=True, extra=SHOWN)
             raise
-        finally:
-            for aside in asides:
-                aside.cancel()
     return 0
+
+
+async def _run(agent: Agent, config: Config, machine: Machine, logs: Path) -> None:
+    """Runs the node, and beside it what is for people."""
+    next_round = agent.supervisor.next_round
+    asides = [
+        asyncio.create_task(_greet(config, machine, agent.server, agent.models, agent.view, next_round)),
+        asyncio.create_task(keep_bounded([logs / EXPERTS_LOG, logs / ROUTER_LOG])),
+    ]
+    try:
+        await agent.run()
+    finally:
+        for aside in asides:
+            aside.cancel()
 
 
 async def _show_hashing(models: KnownModels, console: Console) -> None:
@@ -74,31 +87,39 @@ async def _show_hashing(models: KnownModels, console: Console) -> None:
             await asyncio.sleep(0.2)
 
 
-async def _greet(agent: Agent, config: Config) -> None:
+async def _greet(
+    config: Config,
+    machine: Machine,
+    server: HttpServer,
+    models: KnownModels,
+    look: Callable[[], View],
+    may_change: Callable[[], Awaitable[None]],
+) -> None:
     """Says where the node answers, and from then on what the swarm is waiting for, whenever that changes."""
-    await agent.listening.wait()
+    await server.listening.wait()
     console = Console(stderr=True, highlight=False)
     if config.log.format == "text":
-        host = config.node.local_url_host
+        url = f"http://{config.node.local_url_host}:{server.port}/v1"
         console.print(
-            f"[bold]{config.node.name}[/] of swarm {config.swarm.name!r} answers at [bold]http://{host}:{agent.port}/v1[/]"
-            f" and offers {agent.memory_bytes / 2**30:.1f} GiB for experts. Ctrl-C ends it."
+            f"[bold]{config.node.name}[/] of swarm {config.swarm.name!r} answers at [bold]{url}[/]"
+            f" and offers {machine.memory_bytes / 2**30:.1f} GiB for experts. Ctrl-C ends it."
         )
         if not config.swarm.key:
             console.print(
                 "[yellow]No swarm key:[/] every machine with a private or link-local address can join and ask. "
                 "`swarm-node keygen` makes one."
             )
+    on_screen = config.log.format == "text" and sys.stderr.isatty()
     shown = ""
     while True:
-        if agent.known_models.progress is not None and config.log.format == "text" and sys.stderr.isatty():
-            await _show_hashing(agent.known_models, console)
-        text = agent.summary()
+        if models.progress is not None and on_screen:
+            await _show_hashing(models, console)
+        text = look().summary()
         if text != shown:
             shown = text
-            if config.log.format == "text" and sys.stderr.isatty():
+            if on_screen:
                 console.print(text)
                 log.info("%s", text, extra=SHOWN)
             else:
                 log.info("%s", text)
-        await agent.summary_changed()
+        await may_change()

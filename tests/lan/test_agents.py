@@ -209,7 +209,8 @@ assert stopped.choices[0].message.content == "The capital of France"
 schema = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}}, "required": ["city"]}
 form = {"type": "json_schema", "json_schema": {"name": "city", "schema": schema}}
 import json
-assert set(json.loads(client.chat.completions.create(**chat, response_format=form).choices[0].message.content)) == {"city"}
+formed = client.chat.completions.create(**chat, response_format=form).choices[0].message.content
+assert set(json.loads(formed)) == {"city"}
 for change, error in (
     ({"model": "nothing"}, openai.NotFoundError),
     ({"messages": [{"role": "user", "content": "word " * 20000}]}, openai.BadRequestError),

@@ -41,8 +41,8 @@ from rigs.network import (
 
 pytestmark = needs_namespaces
 
-# How long an agent may take from its start until others know it: 5 s were promised, the rest is for a machine that needs
-# most of this for starting them.
+# How long an agent may take from its start until others know it: 5 s were promised, the rest is for a machine that
+# needs most of this for starting them.
 _FOUND_S = 60.0
 _MULTICAST = "multicast DNS"
 _JSON = ("-H", "Content-Type: application/json")
@@ -85,7 +85,7 @@ def test_five_nodes_without_configuration_find_each_other(net: Network) -> None:
     eventually("five nodes see each other", lambda: all_see_all(machines), _FOUND_S)
     seen_s = time.monotonic()
     print(
-        f"five nodes: all see all {seen_s - started_s:.1f} s after the last start, {seen_s - up_s:.1f} s after all are up"
+        f"five nodes: all see all {seen_s - started_s:.1f} s after the last start, {seen_s - up_s:.1f} s after all up"
     )
     found = {peer["found"] for machine in machines for peer in machine.peers()["peers"]}
     assert _MULTICAST in found

@@ -183,7 +183,7 @@ def test_a_flapping_link_is_announced_a_bounded_number_of_times(machines: list[M
 
 @pytest.mark.parametrize("machines", [5], indirect=True)
 def test_two_nodes_of_one_id(machines: list[Machine]) -> None:
-    """Copies of a disk: one starts later and takes another label; two meet when their networks do, and one gives way."""
+    """Copies of a disk: one starts later and takes another label; two meet when their networks do; one gives way."""
     for number, machine in enumerate(machines, 1):
         machine.ip("link", "set", "eth0", "addrgenmode", "none")
         machine.up(f"10.78.0.{number}/24")

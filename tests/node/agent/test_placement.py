@@ -1,4 +1,4 @@
-"""Placement and election: what holds for every set of nodes and every model."""
+"""Placement: what holds for every set of nodes and every model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from node.agent.placement import Candidate, LayerSize, Plan, elect, plan
+from node.agent.placement import Candidate, LayerSize, Plan, plan
 from node.slices import Slice
 
 Layers = dict[int, LayerSize]
@@ -18,7 +18,7 @@ node_ids = st.integers(0, 40).map(lambda number: f"{number:016x}")
 
 
 def nodes(memory: st.SearchStrategy[int]) -> st.SearchStrategy[list[Candidate]]:
-    one = st.builds(Candidate, node_ids, memory, st.booleans(), st.integers(0, 3))
+    one = st.builds(Candidate, node_ids, memory)
     return st.lists(one, max_size=7, unique_by=lambda c: c.node_id)
 
 
@@ -73,7 +73,7 @@ def test_a_node_that_is_ahead_in_a_layer_of_small_experts_gets_no_less_than_none
     """A share below zero put experts beyond the layer's last on other nodes."""
     sizes = [(1, 1), (16, 50), (64, 1), (3, 9), (2, 50), (3, 1), (3, 1)]
     layers = {number: LayerSize(*size) for number, size in enumerate(sizes)}
-    candidates = [Candidate(f"{n:016x}", memory, True) for n, memory in enumerate([14, 342, 225, 41, 224])]
+    candidates = [Candidate(f"{n:016x}", memory) for n, memory in enumerate([14, 342, 225, 41, 224])]
     check(plan(candidates, layers), candidates, layers)
 
 
@@ -86,7 +86,6 @@ def test_the_order_of_candidates_and_layers_does_not_matter(
     made = plan(candidates, layers)
     assert plan(shuffled, reordered) == made
     assert plan(shuffled, reordered, made.slices) == plan(candidates, layers, made.slices)
-    assert elect(shuffled) == elect(candidates)
 
 
 @settings(max_examples=300)
@@ -105,7 +104,7 @@ def test_what_is_held_stays_when_memory_changes_and_it_still_fits(
     grown = [replace(c, memory_bytes=c.memory_bytes + data.draw(st.integers(0, 500))) for c in candidates]
     assert plan(grown, layers, made.slices).slices == made.slices
     # A node that offers memory for no expert changes nothing either.
-    idle = Candidate("f" * 16, layers[0].expert_bytes - 1, True)
+    idle = Candidate("f" * 16, layers[0].expert_bytes - 1)
     assert plan([*candidates, idle], layers, made.slices).slices == made.slices
 
 
@@ -131,7 +130,7 @@ def test_nodes_that_leave_and_come_back(candidates: list[Candidate], layers: Lay
 def test_layers_are_cut_alike_in_proportion_to_memory() -> None:
     layers = dict.fromkeys(range(48), LayerSize(128, 1000))
     offers = {"a" * 16: 3_000_000, "b" * 16: 2_000_000, "c" * 16: 3_000_000}
-    made = plan([Candidate(i, memory, False) for i, memory in offers.items()], layers)
+    made = plan([Candidate(i, memory) for i, memory in offers.items()], layers)
     for node_id, share in (("a" * 16, 48), ("b" * 16, 32), ("c" * 16, 48)):
         assert {last - first + 1 for _, first, last in made.slices[node_id]} == {share}
         assert len(made.slices[node_id]) == 48
@@ -141,9 +140,9 @@ def test_layers_are_cut_alike_in_proportion_to_memory() -> None:
 def test_a_tiny_node_beside_giants_gets_a_part_and_then_all_stays(small_bytes: int) -> None:
     layers = dict.fromkeys(range(4), LayerSize(8, 1000))
     candidates = [
-        Candidate("1" * 16, 10**12, True),
-        Candidate("2" * 16, small_bytes, False),
-        Candidate("3" * 16, 10**12, False),
+        Candidate("1" * 16, 10**12),
+        Candidate("2" * 16, small_bytes),
+        Candidate("3" * 16, 10**12),
     ]
     made = plan(candidates, layers)
     check(made, candidates, layers)
@@ -153,31 +152,7 @@ def test_a_tiny_node_beside_giants_gets_a_part_and_then_all_stays(small_bytes: i
 
 def test_a_node_with_room_for_no_expert_does_not_shuffle_the_others() -> None:
     layers = dict.fromkeys(range(2), LayerSize(8, 1000))
-    two = [Candidate("1" * 16, 10_000, True), Candidate("2" * 16, 10_000, True)]
+    two = [Candidate("1" * 16, 10_000), Candidate("2" * 16, 10_000)]
     held = {"1" * 16: (Slice(0, 4, 7), Slice(1, 0, 3)), "2" * 16: (Slice(0, 0, 3), Slice(1, 4, 7))}
-    idle = Candidate("0" * 16, 999, True)
+    idle = Candidate("0" * 16, 999)
     assert plan([idle, *two], layers, held).slices == held
-
-
-@given(any_nodes)
-def test_the_router_is_able_and_unique(candidates: list[Candidate]) -> None:
-    chosen = elect(candidates)
-    able = [c for c in candidates if c.can_route]
-    assert (chosen is None) == (not able)
-    if chosen is not None:
-        assert chosen in able
-        assert chosen.routes_since_term == max(c.routes_since_term for c in able)
-
-
-@given(any_nodes, any_nodes, st.integers(1, 9))
-def test_a_live_router_stays_whoever_comes_or_goes(before: list[Candidate], after: list[Candidate], term: int) -> None:
-    before = [replace(c, routes_since_term=0) for c in before]
-    chosen = elect(before)
-    assume(chosen is not None)
-    assert chosen is not None
-    router = replace(chosen, routes_since_term=term)
-    others = [replace(c, routes_since_term=0) for c in after if c.node_id != router.node_id]
-    assert elect([router, *others]) == router
-    # Two routers, as after a network that was cut in two: the higher term is the one.
-    rival = Candidate("e" * 16, 0, True, term + 1)
-    assert elect([router, *others, rival]) == rival

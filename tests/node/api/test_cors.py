@@ -49,7 +49,7 @@ async def browser(
     folder: Path, environment: dict[str, str]
 ) -> AsyncIterator[tuple[Browser, LoneAgent, FakeLlamaServer]]:
     async with lone_agent(folder, environment) as (agent, llama), aiohttp.ClientSession() as session:
-        yield Browser(session, f"http://127.0.0.1:{agent.port}"), agent, llama
+        yield Browser(session, f"http://127.0.0.1:{agent.server.port}"), agent, llama
 
 
 def cors_of(response: aiohttp.ClientResponse) -> dict[str, str]:

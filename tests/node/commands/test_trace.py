@@ -8,6 +8,7 @@ import io
 import json
 import re
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,7 +44,7 @@ from node.errors import SwarmError
 from node.records import Router
 from node.router.failure import RouterEngineError
 from rigs import ROOT, TESTS
-from rigs.agent import lone_agent
+from rigs.agent import lone_agent, peer
 from rigs.door import serve
 
 PROTOCOL = ROOT / "docs" / "protocol.md"
@@ -351,10 +352,12 @@ async def router_agent(folder: Path, answer: Any) -> AsyncIterator[tuple[Any, st
         return dict(answer)
 
     async with lone_agent(folder) as (agent, _):
-        engine = None if answer is None else SimpleNamespace(trace=trace, statistics={})
+        engine = SimpleNamespace(trace=trace, statistics={}, url="http://127.0.0.1:1", api_key="key", hold=None)
+        if answer is None:
+            engine = None  # type: ignore[assignment]
         role: Any = SimpleNamespace(router_record=Router(1, "starting" if engine is None else "ready"), engine=engine)
-        agent.role = role
-        yield agent, f"http://127.0.0.1:{agent.port}"
+        agent.supervisor.role = role
+        yield agent, f"http://127.0.0.1:{agent.server.port}"
 
 
 async def test_a_router_gives_its_trace(tmp_path: Path) -> None:
@@ -394,29 +397,22 @@ async def test_a_router_without_a_trace_says_why(tmp_path: Path, answer: Any, co
 
 async def test_a_node_without_a_router_says_so(tmp_path: Path) -> None:
     async with lone_agent(tmp_path) as (agent, _):
-        url = f"http://127.0.0.1:{agent.port}"
+        url = f"http://127.0.0.1:{agent.server.port}"
         status, found = await get(f"{url}/trace")
         assert status == 503 and found["error"]["code"] == "no_router"
         async with aiohttp.ClientSession() as session, session.post(f"{url}/swarm/v1/trace", json={}) as response:
             assert response.status == 503 and (await response.json())["error"]["code"] == "not_router"
 
 
-async def test_a_router_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with lone_agent(tmp_path) as (agent, _):
-
-        async def refuse(*_: Any) -> tuple[int, bytes]:
-            raise aiohttp.ClientConnectionError("refused")
-
-        monkeypatch.setattr(agent, "routing_node", lambda: (SimpleNamespace(name="beta"), "http://127.0.0.1:1"))
-        monkeypatch.setattr(agent, "post", refuse)
-        status, found = await get(f"http://127.0.0.1:{agent.port}/trace")
-        assert status == 503 and found["error"]["message"] == "the router, node beta, does not answer: refused"
-
-        async def not_found(*_: Any) -> tuple[int, bytes]:
-            return 404, b"<html>"
-
-        monkeypatch.setattr(agent, "post", not_found)
-        status, found = await get(f"http://127.0.0.1:{agent.port}/trace")
+async def test_a_router_that_is_gone_is_named(tmp_path: Path) -> None:
+    beta = peer("b", name="beta", router=Router(1, "ready"))
+    async with lone_agent(tmp_path) as (agent, _), serve(web.Application()) as older:
+        url = f"http://127.0.0.1:{agent.server.port}/trace"
+        agent.peers = {beta.record.node: replace(beta, url="http://127.0.0.1:1")}
+        status, found = await get(url)
+        assert status == 503 and found["error"]["message"].startswith("the router, node beta, does not answer: Cannot")
+        agent.peers = {beta.record.node: replace(beta, url=older)}
+        status, found = await get(url)
         assert status == 503 and "beta, answers with status 404: it runs an older" in found["error"]["message"]
 
 

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import aiohttp
 import pytest
 
-from node.agent.expert_role import Holder
+from node.agent.expert_role import ExpertRole
 from node.errors import ExpertProcessError, ExpertProcessExited, ExpertProcessGaveUp, ModelError
 from node.expert_server import process as process_module
 from node.expert_server import wire
@@ -80,7 +80,7 @@ async def test_files_that_changed_are_not_loaded_again_after_a_crash() -> None:
 
 def test_a_holder_forgets_what_was_not_loaded_again(tmp_path: Path) -> None:
     told: list[None] = []
-    holder = Holder(
+    holder = ExpertRole(
         "alpha",
         host="127.0.0.1",
         port=0,

@@ -10,7 +10,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from node.agent.placement import Candidate, elect
 from node.errors import ModelError
 from node.models.local import LocalModels
 from node.records import OFFERS_MAX, VERSION, Offer, Record, RecordError, decode, encode
@@ -73,14 +72,6 @@ def test_offers_are_bounded_and_checked() -> None:
     ):
         with pytest.raises(RecordError):
             decode(encode(_record("one", *wrong)))
-
-
-def test_who_has_the_file_routes_before_who_must_fetch_it() -> None:
-    has, must = Candidate("b", 1, True), Candidate("a", 1, True, fetches=True)
-    assert elect([must, has]) == has
-    assert elect([must, Candidate("c", 1, False)]) == must
-    routing = Candidate("a", 1, True, routes_since_term=3, fetches=True)
-    assert elect([routing, has]) == routing  # nobody displaces a live router
 
 
 @pytest.mark.parametrize(
