@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from node.errors import IdentityError
+from node.files import replace_file
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,8 @@ _PREVIOUS: Final = ".1"
 _LOOK_S: Final = 5.0
 #: How a file begins that has a process's log from its start on.
 START_MARK: Final = b"# started "
+#: A line that stands in a log from where on its process serves clients.
+READY_MARK: Final = b"# ready\n"
 
 
 def log_folder(state_folder: Path, *, make: bool = True) -> Path:
@@ -76,6 +79,12 @@ def begin_log(path: Path) -> None:
         path.write_bytes(START_MARK + time.strftime("%Y-%m-%d %H:%M:%S").encode() + b"\n")
 
 
+def mark_ready(path: Path) -> None:
+    """Says in a log that from here on its process serves clients: what it writes may hold what they ask. Blocks."""
+    with contextlib.suppress(OSError), path.open("ab") as file:
+        file.write(READY_MARK)
+
+
 def bound_log(path: Path) -> None:
     """Moves the end of a log that has grown too long into the older file, and empties it. Blocks. Raises OSError.
 
@@ -87,10 +96,7 @@ def bound_log(path: Path) -> None:
     with path.open("rb") as file:
         file.seek(size - LOG_BYTES_MAX)
         end = file.read(LOG_BYTES_MAX)
-    older = parts_of(path)[0]
-    unfinished = older.with_name(older.name + ".new")
-    unfinished.write_bytes(end[end.find(b"\n") + 1 :])
-    unfinished.replace(older)
+    replace_file(parts_of(path)[0], end[end.find(b"\n") + 1 :])
     os.truncate(path, 0)
 
 

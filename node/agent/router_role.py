@@ -11,7 +11,7 @@ from pathlib import Path
 
 from node.agent.placement import Candidate, LayerSize, plan
 from node.errors import SwarmError
-from node.log_files import begin_log
+from node.log_files import begin_log, mark_ready
 from node.models.index import ModelIndex
 from node.records import Plan, Record, Router
 from node.router.engine import RouterEngine, router_engine
@@ -180,6 +180,7 @@ class RouterRole:
                     environment=self._environment,
                     on_failure=self._on_failure,
                 ) as engine:
+                    mark_ready(self._log_path)
                     self.engine = engine
                     engine.set_table(self._table)
                     self._phase = "running"

@@ -10,13 +10,16 @@ import os
 import signal
 import sys
 from collections.abc import Coroutine, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from node.commands.model import add_model_command
 from node.commands.verify import add_verify_command
 from node.errors import ConfigError, SwarmError
 from node.settings.load import add_flags
 from node.version import version
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 #: Has a long answer, also from a model that knows little.
 TRACE_PROMPT = "Write a long story about a cat who lives in Paris."
@@ -67,19 +70,37 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"swarm-node {version()}")
     parser.add_argument("-v", "--verbose", action="store_true", help="log what happens inside, on stderr")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_run(commands)
+    _add_questions(commands)
+    _add_doctor(commands)
+    _add_report(commands)
+    add_model_command(commands)
+    add_verify_command(commands)
+    _add_keygen(commands)
+    _add_demo(commands)
+    return parser
+
+
+def _add_run(commands: Commands) -> None:
     run = commands.add_parser(
         "run",
         help="run a node (the default)",
-        description="Runs a node until Ctrl-C. Settings come from swarm.toml, SWARM_SECTION_NAME variables and these flags.",
+        description="Runs a node until Ctrl-C. Settings come from swarm.toml, SWARM_SECTION_NAME variables and these "
+        "flags.",
         epilog="examples: swarm-node --model model.gguf    swarm-node    swarm-node --seed 192.168.1.5:4100",
         allow_abbrev=False,
     )
     add_flags(run)
     run.set_defaults(run=_run_node)
+
+
+def _add_questions(commands: Commands) -> None:
+    """The commands that ask a running node."""
     ask = commands.add_parser(
         "ask",
         help="ask the swarm a question",
-        description="Streams the answer of a running swarm: of this machine's node, of one found on the network, or of --url.",
+        description="Streams the answer of a running swarm: of this machine's node, of one found on the network, or of "
+        "--url.",
         epilog='example: swarm-node ask "What is the capital of France?"',
     )
     ask.add_argument("text", type=_question, metavar="TEXT")
@@ -92,14 +113,15 @@ def _parser() -> argparse.ArgumentParser:
     peers = commands.add_parser(
         "peers",
         help="show how the other nodes were found, and which of their addresses answer",
-        description="Shows every node that this one knows: how it was found, which of its addresses is used, and why another "
-        "is not; and what was announced or named and does not answer.",
+        description="Shows every node that this one knows: how it was found, which of its addresses is used, and why "
+        "another is not; and what was announced or named and does not answer.",
     )
     trace = commands.add_parser(
         "trace",
         help="show where the time of a token went, by node and layer",
-        description="Has the swarm write a short answer, and shows what its tokens took: the trunk on the router, making requests, "
-        "waiting for each node, adding up. A node's `alone` is how long it held up layers after all others had answered.",
+        description="Has the swarm write a short answer, and shows what its tokens took: the trunk on the router, "
+        "making requests, waiting for each node, adding up. A node's `alone` is how long it held up layers after all "
+        "others had answered.",
     )
     for command, work in ((ask, _ask), (status, _status), (peers, _peers), (trace, _trace)):
         command.add_argument("--url", metavar="URL", help="a node, http://HOST:PORT (default: found by itself)")
@@ -115,24 +137,52 @@ def _parser() -> argparse.ArgumentParser:
         "--watch", type=_seconds, metavar="SECONDS", help="ask for nothing, show what the swarm does in this time"
     )
     what.add_argument("--prompt", type=_question, default=TRACE_PROMPT, metavar="TEXT", help="what is to be answered")
+
+
+def _add_doctor(commands: Commands) -> None:
     doctor = commands.add_parser(
         "doctor",
         help="check this machine",
-        description="Checks what a node needs on this machine (build, devices, memory, ports, network) and says what to do. "
-        "Takes the settings of `run`. Exit status 0: nothing failed; 1: something did.",
+        description="Checks what a node needs on this machine (build, devices, memory, ports, network) and says what "
+        "to do. Takes the settings of `run`. Exit status 0: nothing failed; 1: something did.",
         allow_abbrev=False,
     )
     doctor.add_argument("--json", action="store_true", help="JSON, for scripts")
     add_flags(doctor)
     doctor.set_defaults(run=_doctor)
-    add_model_command(commands)
-    add_verify_command(commands)
+
+
+def _add_report(commands: Commands) -> None:
+    report = commands.add_parser(
+        "report",
+        help="collect what a bug report needs, without keys and questions, in one archive",
+        description="Writes an archive for a bug report: status, peers, trace and metrics of the node that this "
+        "machine runs, doctor, settings, versions, and the last log lines of the node and its children. Where the "
+        "node does not run, the rest. Keys, questions and answers are not in it; addresses and names are. Takes the "
+        "settings of `run`, so that it finds a node that was started with them.",
+        epilog="examples: swarm-node report    swarm-node report bug.tar.gz    swarm-node report --name b --port 4200",
+        allow_abbrev=False,
+    )
+    report.add_argument(
+        "file", nargs="?", metavar="FILE", help="the archive (default: swarm-node-report-NAME-DATE.tar.gz)"
+    )
+    report.add_argument("--force", action="store_true", help="replace FILE if it is there")
+    report.add_argument("--url", metavar="URL", help="a node, http://HOST:PORT (default: found by itself)")
+    report.add_argument("--json", action="store_true", help="JSON with the path and what is in it, for scripts")
+    add_flags(report)
+    report.set_defaults(run=_report)
+
+
+def _add_keygen(commands: Commands) -> None:
     keygen = commands.add_parser(
         "keygen",
         help="make a swarm key",
         description="Prints a new swarm key: put it into `[swarm] key` of swarm.toml on every machine of the swarm.",
     )
     keygen.set_defaults(run=_keygen)
+
+
+def _add_demo(commands: Commands) -> None:
     demo = commands.add_parser(
         "demo",
         help="a swarm of several processes on this machine, with a small built-in chat model",
@@ -151,7 +201,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--max-tokens", type=_token_count, default=256, metavar="N", help="longest answer (default: 256)")
     demo.set_defaults(run=_demo)
-    return parser
 
 
 def _node_count(text: str) -> int:
@@ -216,6 +265,12 @@ def _doctor(options: argparse.Namespace) -> Coroutine[Any, Any, int]:
     from node.commands.doctor import run_doctor
 
     return run_doctor(options)
+
+
+def _report(options: argparse.Namespace) -> Coroutine[Any, Any, int]:
+    from node.commands.report import run_report
+
+    return run_report(options)
 
 
 async def _keygen(options: argparse.Namespace) -> int:

@@ -85,6 +85,16 @@ class LocalSwarm:
     def __getitem__(self, name: str) -> LocalNode:
         return self.nodes[name]
 
+    @property
+    def key(self) -> str:
+        """The swarm's key."""
+        return self._key.text()
+
+    def environment(self, name: str) -> dict[str, str]:
+        """What a command on a node's machine has, besides the flags that name the node."""
+        state_folder = str(self._folder / f"{name}-state")
+        return self._environment | {"SWARM_NODE_NAME": name, "SWARM_NODE_STATE_FOLDER": state_folder}
+
     async def start(self, name: str, *, routes: bool = False) -> None:
         """Starts a node. Only one that ``routes`` is told what to serve; the others find the model where they run."""
         self._n_started += 1
@@ -93,13 +103,12 @@ class LocalSwarm:
         for known in self.nodes.values():
             if known.runs:
                 arguments += ["--seed", known.url.removeprefix("http://")]
-        names = {"SWARM_NODE_NAME": name, "SWARM_NODE_STATE_FOLDER": str(self._folder / f"{name}-state")}
         with log_path.open("wb") as log_file:
             process = await create_subprocess_exec(
                 NODE_COMMAND,
                 *arguments,
                 cwd=self._model.parent,
-                env=self._environment | names,
+                env=self.environment(name),
                 stdin=DEVNULL,
                 stdout=log_file,
                 stderr=log_file,
