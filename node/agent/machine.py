@@ -40,7 +40,7 @@ def this_machine(config: Config) -> Machine:
 
 
 def _offered_memory_bytes(config: Config) -> int:
-    """As configured, else a share of what is free now."""
+    """What the settings say, else a share of what is free now."""
     if not config.experts.enabled:
         return 0
     if config.experts.memory_mib > 0:

@@ -58,7 +58,7 @@ class Keep:
 
 @dataclass(frozen=True)
 class Plan:
-    """As the router: plan the slices for these nodes, by id."""
+    """Plan the slices of the model that this node routes for these nodes, by id."""
 
     nodes: Mapping[str, KnownNode]
 
@@ -145,7 +145,7 @@ def keep_models(view: View) -> Sequence[Action]:
 
 
 def plan_slices(view: View) -> Sequence[Action]:
-    """As the router: has the slices planned for the nodes that are known now."""
+    """Has the slices planned for the nodes that are known now, if this node is the router."""
     if view.own.router is None:
         return ()
     nodes = {view.record.node: KnownNode(view.record, "127.0.0.1", True)}

@@ -88,7 +88,7 @@ class RouterRole:
 
     @property
     def state(self) -> str:
-        """As in the record: waiting (for slices), starting, ready or failed."""
+        """The state that the record tells: waiting (for slices), starting, ready or failed."""
         if self._phase == "running":
             return "ready" if self._table_holds else "waiting"
         return "waiting" if self._phase == "idle" else self._phase

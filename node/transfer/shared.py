@@ -90,11 +90,6 @@ class SharedModels:
         name = self._stored[index.model_id].name if self.is_stored(index) else Path(index.paths[0]).name
         return name[:63]
 
-    def has_trunk(self, index: ModelIndex) -> bool:
-        """Whether everything that a router needs of a model is on this machine."""
-        stored = self._stored.get(index.model_id)
-        return stored is None or not self.is_stored(index) or not stored.missing(trunk_numbers(stored.pieces))
-
     async def add_local(self, index: ModelIndex) -> None:
         """Offers a model of the user's own, whose content is known. Raises ModelError."""
         manifest = await asyncio.to_thread(local_manifest, index)

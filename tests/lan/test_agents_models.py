@@ -50,9 +50,15 @@ def test_only_the_same_bytes_serve_together(tmp_path: Path) -> None:
     model_files.split_copy(a, folders["d"], 4)
     ids = {path: local_manifest(read_model(path), folder=tmp_path).model_id for path in (a, b, c)}
     with lan(tmp_path, list("abcd")) as hosts:
-        # Each with a folder of its own for what it keeps, and no other models.
+        # Each with a folder of its own for what it keeps, and no other models. And one thread: those of a pool wait for
+        # each other, which on a busy machine has made a load of these few experts take 50 s.
         own = {
-            host.name: {"HOME": str(host.folder), "SWARM_CACHE_DIR": str(host.folder / "cache"), "XDG_CACHE_HOME": ""}
+            host.name: {
+                "HOME": str(host.folder),
+                "SWARM_CACHE_DIR": str(host.folder / "cache"),
+                "XDG_CACHE_HOME": "",
+                "SWARM_EXPERTS_THREADS": "1",
+            }
             for host in hosts
         }
         hosts[0].start("--model", str(a), cwd=folders["a"], env=own["a"])

@@ -202,7 +202,7 @@ def test_two_nodes_of_one_id(machines: list[Machine]) -> None:
     machines[4].plug_in()
 
     def names() -> dict[str, str]:
-        """By name, where it was found last."""
+        """Where each node of the other id was found last, by name."""
         return {found["name"]: found["hosts"][0] for found in watcher.said("found") if found["id"] == TWO}
 
     deadline_s = time.monotonic() + 20
@@ -266,7 +266,7 @@ def test_garbage_changes_nothing(machines: list[Machine]) -> None:
 
 
 async def test_on_loopback_alone_and_a_search_that_is_left() -> None:
-    """As two nodes of one machine do it; nothing of it leaves the machine."""
+    """Two nodes of one machine do so; nothing of it leaves the machine."""
     rules = InterfaceRules(loopback_only=True)
     swarm, node_id = f"test-{os.getpid()}", f"{os.getpid():016x}"
     node = Discovery(node_id=node_id, swarm=swarm, port=9, version=1, on_found=print, on_lost=print, interfaces=rules)

@@ -46,13 +46,69 @@ class Engine:
         return ""
 
 
+OWN_PART = {
+    "node": NODE.node_id,
+    "name": "here",
+    "url": "this node",
+    "alive": True,
+    "silent_s": 0.0,
+    "platform": "Linux x86_64",
+    "expert_port": 4101,
+    "devices": [{"name": "CPU", "type": "cpu", "memory_bytes": 8 << 30}],
+    "memory_bytes": 0,
+    "expert_bytes_per_s": 0.0,
+    "can_route": False,
+    "model": None,
+    "activity": "",
+    "planned": [[0, 0, 3]],
+    "ready": [],
+    "problem": "",
+}
+DOCUMENT = {
+    "swarm": "default",
+    "node": NODE.node_id,
+    "name": "here",
+    "model": {
+        "id": MODEL.id,
+        "file": "model.gguf",
+        "architecture": "qwen3moe",
+        "layers": 4,
+        "experts": 8,
+        "trunk_bytes": 10,
+        "expert_bytes": 20,
+    },
+    "router": {"node": "2" * 16, "name": "node-2", "term": 3, "state": "waiting", "tokens_per_s": 31.0},
+    "ready": False,
+    "waits_for": "no node has memory for layer 1 experts 0-7; add a machine",
+    "missing": [[1, 0, 7]],
+    "not_ready": {NODE.node_id: [[0, 0, 3]]},
+    "nodes": [
+        OWN_PART,
+        {
+            **OWN_PART,
+            "node": "2" * 16,
+            "name": "node-2",
+            "url": "http://10.0.0.2:4100",
+            "silent_s": 0.3,
+            "expert_port": 0,
+            "can_route": True,
+            "model": {"id": MODEL.id, "file": "model.gguf"},
+            "planned": [],
+        },
+    ],
+    "catalogue": [{"id": MODEL.id, "file": "model.gguf", "bytes": 30, "whole": ["node-2"], "part": []}],
+    "failures": ["f2", "f3", "f4", "f5", "f6", "f7", "f8", "f9"],
+    "statistics": {"calls": 3},
+}
+
+
 def page(view: View, measured: Measured | None = None) -> str:
     measured = measured or Measured()
     return metrics_text(status_of(view, measured), measured)
 
 
 def document(view: View, measured: Measured | None = None) -> dict[str, Any]:
-    """As a client gets it."""
+    """The document that a client gets."""
     text = json.dumps(msgspec.to_builtins(status_of(view, measured or Measured())), allow_nan=False)
     return dict(json.loads(text))
 
@@ -74,63 +130,9 @@ def test_the_document() -> None:
         offers=(Offer(MODEL.id, MODEL.file, 30, True, True),),
     )
     view = view_of(Own(4100, experts=Experts(4101)), replace(router, silent_s=0.27))
-    own_part = {
-        "node": NODE.node_id,
-        "name": "here",
-        "url": "this node",
-        "alive": True,
-        "silent_s": 0.0,
-        "platform": "Linux x86_64",
-        "expert_port": 4101,
-        "devices": [{"name": "CPU", "type": "cpu", "memory_bytes": 8 << 30}],
-        "memory_bytes": 0,
-        "expert_bytes_per_s": 0.0,
-        "can_route": False,
-        "model": None,
-        "activity": "",
-        "planned": [[0, 0, 3]],
-        "ready": [],
-        "problem": "",
-    }
-    expected = {
-        "swarm": "default",
-        "node": NODE.node_id,
-        "name": "here",
-        "model": {
-            "id": MODEL.id,
-            "file": "model.gguf",
-            "architecture": "qwen3moe",
-            "layers": 4,
-            "experts": 8,
-            "trunk_bytes": 10,
-            "expert_bytes": 20,
-        },
-        "router": {"node": "2" * 16, "name": "node-2", "term": 3, "state": "waiting", "tokens_per_s": 31.0},
-        "ready": False,
-        "waits_for": "no node has memory for layer 1 experts 0-7; add a machine",
-        "missing": [[1, 0, 7]],
-        "not_ready": {NODE.node_id: [[0, 0, 3]]},
-        "nodes": [
-            own_part,
-            {
-                **own_part,
-                "node": "2" * 16,
-                "name": "node-2",
-                "url": "http://10.0.0.2:4100",
-                "silent_s": 0.3,
-                "expert_port": 0,
-                "can_route": True,
-                "model": {"id": MODEL.id, "file": "model.gguf"},
-                "planned": [],
-            },
-        ],
-        "catalogue": [{"id": MODEL.id, "file": "model.gguf", "bytes": 30, "whole": ["node-2"], "part": []}],
-        "failures": ["f2", "f3", "f4", "f5", "f6", "f7", "f8", "f9"],
-        "statistics": {"calls": 3},
-    }
     measured = Measured(statistics={"calls": 3}, failures=[f"f{number}" for number in range(10)])
     # The order of the fields too.
-    assert json.dumps(msgspec.to_builtins(status_of(view, measured))) == json.dumps(expected)
+    assert json.dumps(msgspec.to_builtins(status_of(view, measured))) == json.dumps(DOCUMENT)
 
 
 def test_a_node_without_a_router_waits_for_one() -> None:

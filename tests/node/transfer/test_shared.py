@@ -46,7 +46,7 @@ async def test_what_is_no_longer_used_makes_space(tmp_path: Path) -> None:
     header = sum(len(file.header) for file in source(LARGE)[2].files)
     async with serving(copy) as node, sharing(node, tmp_path, 9 * expert + header) as shared:
         index = await looked_up(shared, model_id)
-        assert shared.is_stored(index) and not shared.has_trunk(index)
+        assert shared.is_stored(index) and not shared.offers[0].trunk
         await shared.provide(index, [Slice(0, 0, 3), Slice(1, 0, 3)])
         assert [(offer.id, offer.file, offer.whole) for offer in shared.offers] == [(model_id, "large.gguf", False)]
 
@@ -82,7 +82,7 @@ async def test_what_is_stored_is_given_to_others_and_can_be_removed_when_idle(tm
     async with serving(copy) as node, sharing(node, tmp_path) as shared:
         index = await looked_up(shared, copy.manifest.model_id)
         await shared.provide_trunk(index)
-        assert shared.has_trunk(index) and shared.offers[0].trunk and not shared.offers[0].whole
+        assert shared.is_stored(index) and shared.offers[0].trunk and not shared.offers[0].whole
     store = new_store(tmp_path)
     async with serving(copy) as node, sharing(node, tmp_path) as shared:
         # Opened for who asks, and closed when space is needed; not looked up, so not in use.
