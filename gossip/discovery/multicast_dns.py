@@ -166,7 +166,7 @@ class Announcement:
         if self._host_prefix > (rival.server or ""):
             self._info = self._make(self._info.name, self._addresses)
         else:
-            # Without the packets that would withdraw the rival's service from everybody's cache, too.
+            # Unregistering it would send packets that withdraw the rival's service, too, from everybody's cache.
             zeroconf.zeroconf.registry.async_remove(self._info)
             self._info, self._label = None, own
 

@@ -21,8 +21,8 @@ HEAL_S = 30.0
 #: The same after a mix of all faults, some of which only just happened.
 CALM_S = 90.0
 
-# Until the news of the start is told: each of n nodes tells of all n, 4·log10 n times, 20 in a packet, 15 packets a
-# second.
+# The news of the start is told for so long at most: each of n nodes tells of all n, 4·log10 n times, 20 in a packet,
+# 15 packets a second.
 _QUIET_S = 300.0
 _NEWS_QUIET = 3
 _CUT_S = 60.0

@@ -27,7 +27,7 @@ class Beliefs:
         self.refutations = 0
 
     def start(self, now_s: float) -> None:
-        """From now on the dead are forgotten after their time."""
+        """Has the dead forgotten after their time, from now on."""
         self._local.timers.set(now_s + _REAP_EVERY_S, self._reap, None)
 
     # --- what is heard

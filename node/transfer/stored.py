@@ -55,7 +55,7 @@ class StoredModel:
         self._files: dict[str, int] = {}
         self._user = folder / f"{_USER}{secrets.token_hex(8)}"
         with locked(folder / "present.lock"):
-            # Before the list is read: from now on nobody else drops pieces of it.
+            # This comes before the list is read: from now on nobody else drops pieces of it.
             self._user_lock = os.open(self._user, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._user_lock, fcntl.LOCK_EX)
             self._present = read_present(folder, len(self.pieces))

@@ -249,7 +249,7 @@ class _Tensors:
 
 def _write_model(shape: Shape, path: Path, block_experts: bool = False) -> None:
     tensors = _Tensors(shape, block_experts)
-    # Also the output matrix. Small, so that a token is not followed by itself.
+    # This is also the output matrix: it is small, so that a token is not followed by itself.
     tensors.add("token_embd.weight", shape.n_embd, _vocabulary_size(), spread=0.05)
     tensors.constant("output_norm.weight", shape.n_embd, 0.9, 1.1)
     for layer in range(shape.n_layer + shape.n_nextn):

@@ -173,7 +173,7 @@ async def test_a_file_that_is_being_written_is_left_in_peace(
     assert 0 < read < 20
     with pytest.raises(ModelError, match="changed while"):
         await models.find(model)
-    # Until the pause is over.
+    # Nothing is hashed until the pause is over.
     ((paths, (until_s, why)),) = models._paused.items()
     assert 0 < until_s - time.monotonic() <= known_module._PAUSE_S
     models._paused[paths] = (time.monotonic(), why)

@@ -200,7 +200,7 @@ class Transfers(RuleBasedStateMachine):
         assert self.transfer.complete
 
 
-Transfers.TestCase.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+Transfers.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 TestTransfers = Transfers.TestCase
 
 

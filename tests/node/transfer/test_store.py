@@ -253,7 +253,7 @@ def test_a_writer_killed_at_any_moment_leaves_what_is_right(tmp_path: Path) -> N
     program = _WRITER.format(tests=str(TESTS), folder=str(tmp_path))
     counts = [0]
     randomness = random.Random(6)
-    for _ in range(12):
+    for _ in range(6):
         writer = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
         assert writer.stdout
         assert writer.stdout.readline() == b"go\n"
