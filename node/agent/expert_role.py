@@ -87,11 +87,11 @@ class ExpertRole:
             max_rows=max_rows,
             environment=environment,
             stderr=log_path,
+            measures_speed=measures_speed,
+            check_files=self._check_files,
             on_event=self._process_event,
+            on_withdrawn=self._slice_withdrawn,
         )
-        self.process.check_files = self._check_files
-        self.process.on_withdrawn = self._slice_withdrawn
-        self.process.measures_speed = measures_speed
 
     def state(self) -> Experts:
         """What is held now, as plain values."""

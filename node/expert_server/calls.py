@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import ModuleType
@@ -21,6 +21,7 @@ from node.errors import CallRefused
 from node.expert_server import wire
 from node.expert_server.compute_queue import ComputeQueue
 from node.expert_server.held_slices import SliceHolder
+from node.expert_server.native_calls import NativeCalls
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +31,17 @@ _COUNTERS = ("calls", "pairs", "bytes_received", "bytes_sent", "queue_us", "comp
 class ExpertCalls:
     """Decodes a call, checks it against the slices held, has it computed, encodes the answer. On the loop's thread."""
 
-    def __init__(self, kernels: ModuleType, slices: SliceHolder, compute: ComputeQueue) -> None:
+    def __init__(
+        self,
+        kernels: ModuleType,
+        slices: SliceHolder,
+        compute: ComputeQueue,
+        *,
+        native: NativeCalls | None = None,
+        recording: TextIO | None = None,
+    ) -> None:
+        """`native`: what answers other calls, is told the routers' terms and counts too. `recording` gets a line for each
+        answered call: when it came, its layer, its number of rows and its experts."""
         self._kernels = kernels
         self._slices = slices
         self._compute = compute
@@ -39,19 +50,20 @@ class ExpertCalls:
         self._codec = ThreadPoolExecutor(1, thread_name_prefix="codec")
         # The highest term seen, by model.
         self._terms: dict[str, int] = {}
-        #: Told the term of each model's router as it rises.
-        self.on_term: Callable[[str, int], None] = lambda model_id, term: None
-        #: Gets a line for each answered call: when it came, its layer, its number of rows and its experts.
-        self.recording: TextIO | None = None
-        #: The counters of calls answered elsewhere.
-        self.other_counters: Callable[[], Mapping[str, int]] = dict
+        self._native = native
+        self._recording = recording
         self._counters: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()
 
-    def statistics(self) -> dict[str, Any]:
-        others = self.other_counters()
+    def counters(self) -> dict[str, Any]:
+        """Numbers of calls since the start, native ones included, and under ``errors`` those refused, by kind."""
+        others = {} if self._native is None else self._native.counters()
         counters = {name: self._counters[name] + others.get(name, 0) for name in _COUNTERS}
-        return {**counters, "errors": dict(self._errors), "terms": dict(self._terms)}
+        return {**counters, "errors": dict(self._errors)}
+
+    def terms(self) -> dict[str, int]:
+        """The highest term seen of a router, by model."""
+        return dict(self._terms)
 
     async def answer(self, body: Body, arrived_s: float) -> tuple[int, Body]:
         """The HTTP status and message that answer a call. Keeps at most two of body, result and reply at a time."""
@@ -64,14 +76,14 @@ class ExpertCalls:
             call_id, model_id, layer_number, dtype = request.id, request.model, request.layer, request.dtype
             try:
                 work, n_pairs = self._prepare(request)
-                if self.recording is not None:
+                if self._recording is not None:
                     line = {
                         "t": arrived_s,
                         "layer": layer_number,
                         "rows": request.n_rows,
                         "experts": request.expert.tolist(),
                     }
-                    print(json.dumps(line), file=self.recording)
+                    print(json.dumps(line), file=self._recording)
                 deadline_s = arrived_s + request.deadline_ms / 1000
                 del request
                 computing = self._compute.call(work, arrived_s, deadline_s)
@@ -117,7 +129,8 @@ class ExpertCalls:
             )
         if request.model not in self._terms or request.term > seen:
             self._terms[request.model] = request.term
-            self.on_term(request.model, request.term)
+            if self._native is not None:
+                self._native.set_term(request.model, request.term)
         self._slices.require(request.model, layer, request.expert)
         n_pairs = len(request.expert)
         shape = (n_pairs if request.reduce == "rows" else request.n_rows, layer.n_out)

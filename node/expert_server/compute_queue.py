@@ -40,20 +40,27 @@ class _Job:
 class ComputeQueue:
     """Runs jobs in order in a thread of its own. All methods are called on the event loop's thread."""
 
-    def __init__(self, name: str, max_waiting: int, delay_s: float = 0.0) -> None:
-        """`delay_s` is slept before every call (not before `run`): a test hook."""
+    def __init__(
+        self,
+        name: str,
+        max_waiting: int,
+        delay_s: float = 0.0,
+        *,
+        others_waiting: Callable[[], int] | None = None,
+    ) -> None:
+        """`delay_s` is slept before every call (not before `run`): a test hook. `others_waiting`: how many calls wait for
+        the device without coming through here."""
         self._max_waiting = max_waiting
         self._delay_s = delay_s
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
-        #: Calls that wait for the device without coming through here.
-        self.others_waiting: Callable[[], int] = lambda: 0
+        self._others_waiting = others_waiting or (lambda: 0)
         # A daemon, since a kernel in mid-call cannot be interrupted and must not hold up the end of the process.
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     @property
     def waiting(self) -> int:
-        return self._jobs.qsize() + self.others_waiting()
+        return self._jobs.qsize() + self._others_waiting()
 
     async def call(self, work: Callable[[], T], arrived_s: float, deadline_s: float) -> Computed[T]:
         """Runs `work` unless `deadline_s` (as `arrived_s`, of time.monotonic) passes before it starts.

@@ -1,4 +1,4 @@
-"""The expert slices that an expert server holds: loading, proof, looking up, dropping."""
+"""The expert slices that an expert server holds: loading, looking up, dropping."""
 
 from __future__ import annotations
 
@@ -6,118 +6,62 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from kernels.cpu_quota import default_threads
 from node.errors import CallRefused, SwarmError
-from node.expert_server.admission import STEP_EXPERTS, Golden, GoldenCall, Unfit
 from node.expert_server.compute_queue import ComputeQueue
+from node.expert_server.held_layers import HeldSlice, Layer, Model, slice_key
+from node.expert_server.proof import Prover, SliceUnfit
 from node.expert_server.wire import LayerShape, body_limit_bytes, is_model_id
 from node.memory_limit import MEMORY_SHARE, free_memory_bytes
-from node.number_formats import Floats, Ints
+from node.number_formats import Ints
+from node.slices import Slice
 
 log = logging.getLogger(__name__)
 
-# Threads that compute what is expected of a slice. One expert of a large model takes 50 MB meanwhile.
-_REFERENCE_THREADS_MAX = 4
-
 Report = Callable[[dict[str, Any]], None]
 # Model id and layer of which other experts became ready, or none any more.
-Changed = Callable[[str, "Model", "Layer"], None]
-
-
-@dataclass(eq=False)
-class HeldSlice:
-    """One contiguous range of a layer's experts; `state` is wanted, loading (or proving itself), ready or failed.
-
-    `tensors`: as the order gave them; `sha256`: of each expert's bytes in them, or empty. `note`: why it is not on the device that it was meant for."""
-
-    model: str
-    layer: int
-    first: int
-    last: int
-    state: str = "wanted"
-    reason: str = ""
-    memory_bytes: int = 0
-    tensors: dict[str, Any] = field(default_factory=dict)
-    sha256: tuple[str, ...] = ()
-    note: str = ""
-
-    def describe(self) -> dict[str, Any]:
-        described = {"model": self.model, "layer": self.layer, "first": self.first, "last": self.last}
-        texts = {name: text for name, text in (("reason", self.reason), ("note", self.note)) if text}
-        return {**described, "state": self.state, **texts}
-
-
-@dataclass(eq=False)
-class Layer:
-    """A layer of which slices are wanted or held. `n_in` and `n_out` are 0 until the first slice is loaded; `store` is None until
-    then, and has the weights of all of them, on `device`."""
-
-    number: int
-    program: Any
-    n_expert: int
-    n_used: int
-    n_in: int = 0
-    n_out: int = 0
-    device: str = ""
-    store: Any = None
-    slices: dict[tuple[int, int], HeldSlice] = field(default_factory=dict)
-    ready: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
-
-    def refresh(self) -> None:
-        self.ready = np.zeros(self.n_expert, dtype=np.bool_)
-        for (first, last), held in self.slices.items():
-            if held.state == "ready":
-                self.ready[first : last + 1] = True
-
-    def is_coming(self, experts: Ints | None = None) -> bool:
-        """Whether a slice that is not loaded yet will hold one of the experts (any expert, when None)."""
-        coming = [span for span, held in self.slices.items() if held.state in ("wanted", "loading")]
-        if experts is None:
-            return bool(coming)
-        return any(bool(((experts >= first) & (experts <= last)).any()) for first, last in coming)
-
-
-@dataclass(eq=False)
-class Model:
-    """The layers of one model, and by device the kernels' stores that hold their weights."""
-
-    stores: dict[str, Any] = field(default_factory=dict)
-    layers: dict[int, Layer] = field(default_factory=dict)
+Changed = Callable[[str, Model, Layer], None]
 
 
 class SliceHolder:
     """Loads and drops slices, one at a time and off the event loop; says what is held. On the loop's thread only."""
 
-    def __init__(self, kernels: ModuleType, device: str, threads: int, max_rows: int, compute: ComputeQueue) -> None:
+    def __init__(
+        self,
+        kernels: ModuleType,
+        device: str,
+        threads: int,
+        max_rows: int,
+        compute: ComputeQueue,
+        prover: Prover,
+        *,
+        on_change: Changed | None = None,
+        on_withdrawn: Report,
+    ) -> None:
+        """`on_change` is told of a layer of which other experts became ready, or none any more; `on_withdrawn` of a slice
+        that was ready and will not be any more, without having been dropped: as `load` reports it."""
         self._kernels = kernels
         self._device = device
         self._threads = threads
         self._max_rows = max_rows
         self._compute = compute
+        self._prover = prover
+        self._on_change = on_change
+        self._on_withdrawn = on_withdrawn
         self._models: dict[str, Model] = {}
         self._one_at_a_time = asyncio.Lock()
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="loader")
-        n_threads = min(_REFERENCE_THREADS_MAX, threads or default_threads())
-        self._reference = ThreadPoolExecutor(n_threads, thread_name_prefix="reference")
         self._devices = {device.name: str(device.type) for device in kernels.devices()}
         # Why slices with weights of these types are not loaded on the device any more.
         self._unfit: dict[tuple[str, ...], str] = {}
         self._retests: set[asyncio.Task[None]] = set()
         self._was_ordered = False
         self.limit_bytes = body_limit_bytes(max_rows, 0, 0, False)
-        #: Whether slices must prove themselves before they are ready; not so where what is wrong is to be measured.
-        self.proves = True
-        self.on_change: Changed = lambda model_id, model, layer: None
-        #: Told of a slice that was ready and will not be any more, without having been dropped: as `load` reports it.
-        self.on_withdrawn: Report = lambda message: None
 
     def slices(self) -> Iterator[HeldSlice]:
         for model in self._models.values():
@@ -182,11 +126,11 @@ class SliceHolder:
             raise SwarmError(f"'{model_id}' is not a model id: 1 to 64 of [0-9a-z-]")
         wanted: list[HeldSlice] = []
         for part in order["slices"]:
-            number, first, last = (int(part[name]) for name in ("layer", "first", "last"))
+            one = Slice(int(part["layer"]), int(part["first"]), int(part["last"]))
             try:
-                known = self._register(order, model_id, number, first, last)
+                known = self._register(order, model_id, one)
             except (SwarmError, KeyError, ValueError) as error:
-                report({"type": "failed", **_key(model_id, number, first, last), "reason": _reason(error)})
+                report({"type": "failed", **slice_key(model_id, one), "reason": _reason(error)})
                 continue
             if known.state == "ready":
                 report(_ready(known))
@@ -195,32 +139,33 @@ class SliceHolder:
                 wanted.append(known)
             else:
                 reason = "the slice is being loaded already"
-                report({"type": "failed", **_key(model_id, number, first, last), "reason": reason})
+                report({"type": "failed", **known.key, "reason": reason})
         self._was_ordered = True
-        for one in wanted:
+        for held in wanted:
             async with self._one_at_a_time:
-                report(await self._load_one(one))
+                report(await self._load_one(held))
 
-    async def drop(self, model_id: str, number: int, first: int, last: int) -> None:
+    async def drop(self, model_id: str, one: Slice) -> None:
         """Gives a slice's memory back; waits while one is being loaded. No error when it is not held."""
         async with self._one_at_a_time:
             model = self._models.get(model_id)
-            layer = model.layers.get(number) if model else None
-            if model is None or layer is None or (first, last) not in layer.slices:
+            layer = model.layers.get(one.layer) if model else None
+            if model is None or layer is None or one not in layer.slices:
                 return
-            dropped = layer.slices.pop((first, last))
+            dropped = layer.slices.pop(one)
             self._refresh(model_id, model, layer)
             # Loading, while no other load goes on: it waits to be proved again.
             if dropped.state in ("ready", "loading"):
                 # In the queue's order: calls accepted before this still compute.
-                await self._compute.run(partial(layer.store.drop, number, first, last))
+                await self._compute.run(partial(layer.store.drop, *one))
             if not layer.slices:
-                model.layers.pop(number, None)
+                model.layers.pop(one.layer, None)
             if not model.layers:
                 self._models.pop(model_id, None)
             self._refresh_limit()
 
-    def _register(self, order: dict[str, Any], model_id: str, number: int, first: int, last: int) -> HeldSlice:
+    def _register(self, order: dict[str, Any], model_id: str, one: Slice) -> HeldSlice:
+        number, first, last = one
         program = self._kernels.Program(order["programs"][str(number)])
         n_expert, n_used = int(order["n_expert"][str(number)]), int(order["n_used"][str(number)])
         if number < 0 or not 0 <= first <= last < n_expert or not 1 <= n_used <= n_expert:
@@ -229,19 +174,19 @@ class SliceHolder:
         layer = model.layers.setdefault(number, Layer(number, program, n_expert, n_used))
         if (layer.program.digest, layer.n_expert, layer.n_used) != (program.digest, n_expert, n_used):
             raise SwarmError("the layer is held with another program or number of experts: drop its slices first")
-        known = layer.slices.get((first, last))
+        known = layer.slices.get(one)
         if known is None or known.state == "failed":
-            known = layer.slices[first, last] = HeldSlice(model_id, number, first, last)
+            known = layer.slices[one] = HeldSlice(model_id, one)
             self._refresh(model_id, model, layer)
         elif known.state == "wanted":
             # Another order waits to load it and will report it; this one must not do so twice.
-            return HeldSlice(model_id, number, first, last, state="loading")
+            return HeldSlice(model_id, one, state="loading")
         return known
 
     def suspect(self, model_id: str, number: int, experts: Sequence[int]) -> None:
         """A result with these experts was not finite: their slices answer nothing until they have proved themselves again.
 
-        Those that cannot are dropped, and `on_withdrawn` is told. One bad input must not cost a slice for good, nor one bad
+        Those that cannot are dropped, and the parent is told. One bad input must not cost a slice for good, nor one bad
         slice all later calls.
         """
         model = self._models.get(model_id)
@@ -251,23 +196,23 @@ class SliceHolder:
         suspects = [
             held
             for held in layer.slices.values()
-            if held.state == "ready" and any(held.first <= expert <= held.last for expert in experts)
+            if held.state == "ready" and any(held.slice.first <= expert <= held.slice.last for expert in experts)
         ]
         for held in suspects:
             held.state = "loading"
         self._refresh(model_id, model, layer)
         for held in suspects:
-            log.warning("slice %s gave a value that is not finite; it is proved again", _key_of(held))
+            log.warning("slice %s gave a value that is not finite; it is proved again", held.key)
             task = asyncio.get_running_loop().create_task(self._retest(model, layer, held))
             self._retests.add(task)
             task.add_done_callback(self._retests.discard)
 
     async def _retest(self, model: Model, layer: Layer, held: HeldSlice) -> None:
         async with self._one_at_a_time:
-            if layer.slices.get((held.first, held.last)) is not held or held.state != "loading":
+            if layer.slices.get(held.slice) is not held or held.state != "loading":
                 return  # dropped meanwhile
             try:
-                await self._prove(layer, held, layer.device, layer.store)
+                await self._prover.prove(layer, held, layer.device, layer.store, layer.n_in, layer.n_out)
                 held.state = "ready"
             except Exception as error:  # whatever it is, the slice does not serve
                 if isinstance(error, SliceUnfit):
@@ -276,10 +221,10 @@ class SliceHolder:
             self._refresh(held.model, model, layer)
 
     async def _load_one(self, wanted: HeldSlice) -> dict[str, Any]:
-        key = _key_of(wanted)
+        key = wanted.key
         model = self._models.get(wanted.model)
-        layer = model.layers.get(wanted.layer) if model else None
-        if model is None or layer is None or layer.slices.get((wanted.first, wanted.last)) is not wanted:
+        layer = model.layers.get(wanted.slice.layer) if model else None
+        if model is None or layer is None or layer.slices.get(wanted.slice) is not wanted:
             return {"type": "failed", **key, "reason": "the slice was dropped before it was loaded"}
         wanted.state = "loading"
         try:
@@ -311,7 +256,7 @@ class SliceHolder:
                     self._mark_unfit(layer, wanted, error)
                 problem = _reason(error)
         wanted.note = f"on {cpu}, for {problem}" if problem else f"on {cpu}, as its layer's other slices"
-        log.warning("slice %s: %s", _key_of(wanted), wanted.note)
+        log.warning("slice %s: %s", wanted.key, wanted.note)
         needed = sum(int(part["bytes"]) for tensor in wanted.tensors.values() for part in tensor["parts"])
         free = int(MEMORY_SHARE * free_memory_bytes())
         if needed > free:
@@ -333,9 +278,9 @@ class SliceHolder:
             n_in, n_out = int(info.n_in), int(info.n_out)
             if layer.n_in and (layer.n_in, layer.n_out) != (n_in, n_out):
                 raise SwarmError(f"the slice maps {n_in} values to {n_out}, its layer {layer.n_in} to {layer.n_out}")
-            await self._prove(layer, wanted, device, store, n_in, n_out)
+            await self._prover.prove(layer, wanted, device, store, n_in, n_out)
         except BaseException:
-            await self._compute.run(partial(store.drop, wanted.layer, wanted.first, wanted.last))
+            await self._compute.run(partial(store.drop, *wanted.slice))
             raise
         layer.n_in, layer.n_out, layer.device, layer.store = n_in, n_out, device, store
         wanted.memory_bytes = int(info.bytes)
@@ -352,34 +297,9 @@ class SliceHolder:
             )
             for name, tensor in wanted.tensors.items()
         }
-        return store, store.load(layer.number, layer.program, wanted.first, wanted.last, layer.n_expert, parts)
-
-    async def _prove(
-        self, layer: Layer, wanted: HeldSlice, device: str, store: Any, n_in: int = 0, n_out: int = 0
-    ) -> None:
-        """Compares what every expert of the slice answers with what it should (node/expert_server/admission.py). Raises SliceUnfit."""
-        if not self.proves:
-            return
-        n_in, n_out = n_in or layer.n_in, n_out or layer.n_out
-        loop = asyncio.get_running_loop()
-        device_type = self._devices.get(device, "other")
-        golden = Golden(self._kernels, layer.program, wanted.tensors, n_in, device_type)
-        if wanted.sha256 and len(wanted.sha256) != wanted.last - wanted.first + 1:
-            raise SwarmError(f"{len(wanted.sha256)} digests for {wanted.last - wanted.first + 1} experts")
-        for start in range(wanted.first, wanted.last + 1, STEP_EXPERTS):
-            experts = range(start, min(start + STEP_EXPERTS, wanted.last + 1))
-            expected = await asyncio.gather(
-                *(loop.run_in_executor(self._reference, _expected, golden, wanted, expert) for expert in experts)
-            )
-            *one_row, many = golden.calls(experts)
-            answered: list[tuple[GoldenCall, Floats]] = []
-            for calls in (one_row, [many]):
-                answered += await self._compute.run(
-                    partial(_answers, self._kernels, store, layer.program.digest, layer.number, calls, n_out)
-                )
-            unfit = golden.judge(experts, expected, answered)
-            if unfit is not None:
-                raise SliceUnfit(f"its answers are wrong on {device}: {unfit}", unfit)
+        return store, store.load(
+            layer.number, layer.program, wanted.slice.first, wanted.slice.last, layer.n_expert, parts
+        )
 
     def _mark_unfit(self, layer: Layer, held: HeldSlice, error: SliceUnfit) -> None:
         # What is wrong is, as far as anybody knows, the device's way with these types.
@@ -389,13 +309,14 @@ class SliceHolder:
     async def _withdraw(self, layer: Layer, held: HeldSlice, reason: str) -> None:
         held.state, held.reason = "failed", reason
         layer.refresh()
-        await self._compute.run(partial(layer.store.drop, held.layer, held.first, held.last))
-        log.warning("slice %s is withdrawn: %s", _key_of(held), reason)
-        self.on_withdrawn({"type": "withdrawn", **_key_of(held), "reason": reason})
+        await self._compute.run(partial(layer.store.drop, *held.slice))
+        log.warning("slice %s is withdrawn: %s", held.key, reason)
+        self._on_withdrawn({"type": "withdrawn", **held.key, "reason": reason})
 
     def _refresh(self, model_id: str, model: Model, layer: Layer) -> None:
         layer.refresh()
-        self.on_change(model_id, model, layer)
+        if self._on_change is not None:
+            self._on_change(model_id, model, layer)
 
     def _refresh_limit(self) -> None:
         limits = [body_limit_bytes(self._max_rows, 0, 0, False)]
@@ -406,40 +327,6 @@ class SliceHolder:
         self.limit_bytes = max(limits)
 
 
-class SliceUnfit(SwarmError):
-    """A slice whose answers are not what they should be on this device."""
-
-    def __init__(self, message: str, unfit: Unfit | None = None) -> None:
-        super().__init__(message)
-        self.unfit = unfit
-
-
-def _expected(golden: Golden, wanted: HeldSlice, expert: int) -> Any:
-    """What an expert should answer, from the bytes that the model has. Raises SwarmError for others, OSError, ValueError."""
-    if wanted.sha256 and golden.sha256(wanted.first, wanted.last, expert) != wanted.sha256[expert - wanted.first]:
-        raise SwarmError(
-            f"the bytes of expert {expert} are not those of model {wanted.model} any more: the file, the disk or the memory is "
-            "damaged. Copy the model file again, and test the memory if that does not help"
-        )
-    return golden.expected(wanted.first, wanted.last, expert)
-
-
-def _answers(
-    kernels: ModuleType, store: Any, digest: int, layer: int, calls: Sequence[GoldenCall], n_out: int
-) -> list[tuple[GoldenCall, Floats]]:
-    """Runs in the worker thread. Raises SliceUnfit when the device fails, or gives something of another shape."""
-    answered = []
-    for call in calls:
-        try:
-            y: Floats = store.ffn(digest, layer, call.h, call.row, call.expert, call.weight, call.n_rows, "rows")
-        except kernels.ComputeError as error:
-            raise SliceUnfit(f"it cannot prove itself: {error}") from error
-        if y.shape != (len(call.row), n_out):
-            raise SliceUnfit(f"its result has shape {y.shape}, expected {(len(call.row), n_out)}")
-        answered.append((call, y))
-    return answered
-
-
 def _types(layer: Layer, held: HeldSlice) -> tuple[str, ...]:
     """The types of weights that the layer's program uses of a slice."""
     return tuple(
@@ -447,17 +334,8 @@ def _types(layer: Layer, held: HeldSlice) -> tuple[str, ...]:
     )
 
 
-def _key_of(held: HeldSlice) -> dict[str, Any]:
-    return _key(held.model, held.layer, held.first, held.last)
-
-
-def _key(model_id: str, layer: int, first: int, last: int) -> dict[str, Any]:
-    return {"model": model_id, "layer": layer, "first": first, "last": last}
-
-
 def _ready(held: HeldSlice) -> dict[str, Any]:
-    key = _key(held.model, held.layer, held.first, held.last)
-    return {"type": "ready", **key, "bytes": held.memory_bytes, **({"note": held.note} if held.note else {})}
+    return {"type": "ready", **held.key, "bytes": held.memory_bytes, **({"note": held.note} if held.note else {})}
 
 
 def _reason(error: BaseException) -> str:

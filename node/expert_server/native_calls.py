@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from node.bounded_msgpack import Body
-from node.expert_server.held_slices import Layer, Model
+from node.expert_server.held_layers import Layer, Model
 
 # Answers a message (None: one that is not binary) that had arrived at the time given, of time.monotonic().
 Answer = Callable[[Body | None, float], Awaitable[Body]]
@@ -34,13 +34,11 @@ class NativeCalls:
         max_waiting: int,
         poll_us: int,
         delay_s: float,
-        answer: Answer,
     ) -> None:
         """`poll_us`: for how long a connection looks for the next call before it sleeps, while a core is free.
         `delay_s` is slept before every call computes: a test hook."""
         self._kernels = kernels
         self._server = kernels.CallServer(kernels.choose_device(device), max_rows, max_waiting, poll_us, delay_s)
-        self._answer = answer
         self._loop = asyncio.get_running_loop()
         self._connections: dict[Any, int] = {}
 
@@ -76,7 +74,7 @@ class NativeCalls:
         return int(self._server.waiting)
 
     def counters(self) -> dict[str, int]:
-        """Of the calls answered: as ExpertCalls.statistics."""
+        """Of the calls answered: as ExpertCalls.counters."""
         return dict(self._server.counters())
 
     def renew(self, limit_bytes: int) -> None:
@@ -85,10 +83,12 @@ class NativeCalls:
             if limit < limit_bytes:
                 connection.renew()
 
-    async def serve(self, transport: asyncio.Transport, limit_bytes: int, silence_s: float, linger_s: float) -> None:
+    async def serve(
+        self, transport: asyncio.Transport, limit_bytes: int, silence_s: float, linger_s: float, answer: Answer
+    ) -> None:
         """Takes a connection over, whose upgrade has been answered and whose transport does not read; until it ends.
 
-        The transport is closed afterwards. Raises OSError when there are no descriptors left.
+        `answer` is asked for the messages that are not a call right in every respect. The transport is closed afterwards. Raises OSError when there are no descriptors left.
         """
         loop = self._loop
         ended: asyncio.Future[None] = loop.create_future()
@@ -110,10 +110,14 @@ class NativeCalls:
                 if not ended.done():
                     ended.set_result(None)
 
+            def answer_from_thread(body: bytes | None, age_s: float) -> Body:
+                answering = _answered(answer, body, time.monotonic() - age_s)
+                return asyncio.run_coroutine_threadsafe(answering, loop).result()
+
             def run() -> None:
                 # It raises when the loop has ended, or the answer's task: so has the connection.
                 with contextlib.suppress(Exception, asyncio.CancelledError):
-                    connection.serve(self._answer_from_thread)
+                    connection.serve(answer_from_thread)
                 # A closed loop raises: nobody waits.
                 with contextlib.suppress(RuntimeError):
                     loop.call_soon_threadsafe(end)
@@ -127,8 +131,6 @@ class NativeCalls:
                 connection.stop()
             transport.abort()
 
-    def _answer_from_thread(self, body: bytes | None, age_s: float) -> Body:
-        async def answer() -> Body:
-            return await self._answer(body, time.monotonic() - age_s)
 
-        return asyncio.run_coroutine_threadsafe(answer(), self._loop).result()
+async def _answered(answer: Answer, body: bytes | None, arrived_s: float) -> Body:
+    return await answer(body, arrived_s)

@@ -7,29 +7,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
-import signal
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from node.errors import ExpertProcessError, ExpertProcessExited, ExpertProcessGaveUp, SwarmError
 from node.expert_server import wire
+from node.expert_server.process_run import ProcessRun, ending, message_slice
 from node.metrics import Counters
-from node.parent_death import NO_BACKTRACE, child_environment
+from node.parent_death import NO_BACKTRACE
 from node.paths import PYTHON_MODULE
 from node.slices import Slice
 
 log = logging.getLogger(__name__)
 
 START_WITHIN_S = 60.0
-STOP_STEPS_S = (2.0, 1.0, 1.0)
-MAX_ANSWER_BYTES = 1024 * 1024
 BACK_OFF_FIRST_S = 0.2
 BACK_OFF_MOST_S = 5.0
 MAX_CRASHES = 5
@@ -38,8 +35,6 @@ CRASH_WINDOW_S = 60.0
 # NumPy's threads wait busily for work, which costs the threads that answer calls.
 _ONE_BLAS_THREAD = {"OPENBLAS_NUM_THREADS": "1", "VECLIB_MAXIMUM_THREADS": "1"}
 
-# The kind of order, the model and the slice that an answer is for.
-_Key = tuple[str, str, Slice]
 #: An expert server of this build.
 SERVER_COMMAND = (*PYTHON_MODULE, "node.expert_server")
 
@@ -84,17 +79,6 @@ class _HeldSlice:
     order: SliceOrder
 
 
-@dataclass(eq=False)
-class _Run:
-    """One life of the process."""
-
-    process: asyncio.subprocess.Process
-    listening: asyncio.Future[dict[str, Any]]
-    exited: asyncio.Event = field(default_factory=asyncio.Event)
-    answers: dict[_Key, asyncio.Future[dict[str, Any]]] = field(default_factory=dict)
-    reader: asyncio.Task[None] | None = None
-
-
 class ExpertProcess:
     """An expert server process. Used on one event loop, whose thread must live as long as the program."""
 
@@ -111,11 +95,20 @@ class ExpertProcess:
         environment: Mapping[str, str] | None = None,
         stderr: Path | None = None,
         start_within_s: float = START_WITHIN_S,
+        measures_speed: bool = False,
+        check_files: Callable[[str], None] = lambda model: None,
         on_event: Callable[[ProcessEvent], None] | None = None,
+        on_withdrawn: Callable[[str, SliceAnswer], None] = lambda model, answer: None,
     ) -> None:
         """`host`: an address to listen on, or `*` for all of this machine. `environment` is added to this process's; `stderr`
         is appended to (None: this process's). A process that does not listen within `start_within_s` is ended; an emulated
-        one takes longer than others."""
+        one takes longer than others. `measures_speed`: whether the server shall measure its device when it starts; it is
+        not asked again after a crash.
+
+        `check_files` is called in a thread with a model's id before its slices are loaded again after a crash; it raises
+        SwarmError when the files are not what they were. `on_withdrawn` is told of a slice of a model that was ready and
+        is not any more, and why.
+        """
         self.name = name
         self._options: dict[str, str | int] = {
             "host": host,
@@ -129,20 +122,16 @@ class ExpertProcess:
         self._environment = dict(environment or {})
         self._stderr = stderr
         self._start_within_s = start_within_s
+        self._measures_speed = measures_speed
+        self._check_files = check_files
         self._on_event = on_event
-        self._run: _Run | None = None
+        self._on_withdrawn = on_withdrawn
+        self._run: ProcessRun | None = None
         self._held: dict[tuple[str, Slice], _HeldSlice] = {}
         self._held_bytes: dict[tuple[str, Slice], int] = {}
         self._stop_requested = asyncio.Event()
-        # What the server said when it began to listen: version, build, host, port, device, devices.
+        #: What the server said when it began to listen: version, build, host, port, device, devices.
         self.listening: dict[str, Any] = {}
-        #: Called in a thread with a model's id before its slices are loaded again after a crash; raises SwarmError when the
-        #: files are not what they were.
-        self.check_files: Callable[[str], None] = lambda model: None
-        #: Told of a slice of a model that was ready and is not any more, and why.
-        self.on_withdrawn: Callable[[str, SliceAnswer], None] = lambda model, answer: None
-        #: Whether the server shall measure its device when it starts. It is not asked again after a crash.
-        self.measures_speed = False
         #: Expert weights that its device reads in a second; 0: not measured.
         self.expert_bytes_per_s = 0.0
         #: Of calls, in all lives of the server: calls, pairs, bytes_received, bytes_sent, queue_us, compute_us, and
@@ -156,7 +145,7 @@ class ExpertProcess:
 
     @property
     def pid(self) -> int | None:
-        return None if self._run is None else self._run.process.pid
+        return None if self._run is None else self._run.pid
 
     @property
     def held_bytes(self) -> int:
@@ -170,7 +159,7 @@ class ExpertProcess:
 
     @property
     def running(self) -> bool:
-        return self._run is not None and self._run.listening.done() and not self._run.exited.is_set()
+        return self._run is not None and self._run.is_listening and not self._run.exited.is_set()
 
     async def start(self) -> None:
         """Starts the process and waits until it listens. Raises ExpertProcessError."""
@@ -204,8 +193,8 @@ class ExpertProcess:
         run = self._current()
         self._held.pop((model, dropped), None)
         self._held_bytes.pop((model, dropped), None)
-        answer = self._expect(run, ("drop", model, dropped))
-        await self._send(run, {"type": "drop", "model": model, **dropped._asdict()})
+        answer = run.expect("drop", model, dropped)
+        await run.send({"type": "drop", "model": model, **dropped._asdict()})
         await answer
 
     async def wait(self) -> int:
@@ -214,14 +203,14 @@ class ExpertProcess:
         if run is None:
             raise ExpertProcessError("the expert server was not started", node=self.name)
         await run.exited.wait()
-        return run.process.returncode or 0
+        return run.returncode or 0
 
     async def stop(self) -> None:
         """Ends the process, by force if need be, within 4 s; and `supervise` with it."""
         self._stop_requested.set()
         run = self._run
         if run is not None:
-            await self._end(run)
+            await run.end()
 
     async def supervise(self) -> None:
         """Starts the process again whenever it ends, and has it load what it held; until `stop`.
@@ -255,49 +244,41 @@ class ExpertProcess:
                 await self._reload()
             run = self._current()
             await run.exited.wait()
-            cause = _ending(run.process.returncode)
+            cause = ending(run.returncode)
         except (SwarmError, OSError) as error:
             cause = str(error)
             if self._run is not None and not self._run.exited.is_set():
-                await self._end(self._run)
+                await self._run.end()
         return None if self._stop_requested.is_set() else cause
 
     async def _start(self) -> None:
         arguments = [text for name, value in self._options.items() for text in (f"--{name}", str(value))]
-        if self.measures_speed:
+        if self._measures_speed:
             arguments.append("--measure")
-            self.measures_speed = False
-        with contextlib.ExitStack() as files:
-            stderr = None if self._stderr is None else files.enter_context(self._stderr.open("ab"))
-            # A session of its own, so that Ctrl-C in the terminal reaches only this process, which stops the child.
-            process = await asyncio.create_subprocess_exec(
-                *self._command,
-                *arguments,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=stderr,
-                env=child_environment({**NO_BACKTRACE, **_ONE_BLAS_THREAD, **self._environment}),
-                start_new_session=True,
-                limit=MAX_ANSWER_BYTES,
-            )
-        run = _Run(process, asyncio.get_running_loop().create_future())
-        run.reader = asyncio.create_task(self._read(run))
-        self._run = run
+            self._measures_speed = False
+        run = self._run = await ProcessRun.start(
+            self.name,
+            (*self._command, *arguments),
+            {**NO_BACKTRACE, **_ONE_BLAS_THREAD, **self._environment},
+            self._stderr,
+            on_told=self._told,
+            on_exit=self._exited,
+        )
         try:
             if self._stop_requested.is_set():
                 raise ExpertProcessError("the expert server was stopped while it started", node=self.name)
-            listening = await asyncio.wait_for(asyncio.shield(run.listening), self._start_within_s)
+            listening = await asyncio.wait_for(run.listens(), self._start_within_s)
             if listening.get("version") != wire.VERSION:
                 raise ExpertProcessError(
                     f"the expert server speaks protocol {listening.get('version')}, this program {wire.VERSION}",
                     node=self.name,
                 )
         except TimeoutError:
-            await self._end(run)
+            await run.end()
             message = f"the expert server did not listen within {self._start_within_s:.0f} s"
             raise ExpertProcessError(message, node=self.name) from None
         except BaseException:
-            await self._end(run)
+            await run.end()
             raise
         self.listening = listening
         self._tell("started", f"the expert server listens on {listening.get('host')}:{self.port}")
@@ -312,7 +293,7 @@ class ExpertProcess:
         failed = []
         for model, slices in by_model.items():
             try:
-                await asyncio.to_thread(self.check_files, model)
+                await asyncio.to_thread(self._check_files, model)
             except SwarmError as error:
                 for held in slices:
                     self._held.pop((model, held.order.slice), None)
@@ -325,7 +306,7 @@ class ExpertProcess:
         self._tell("reloaded", "; ".join(failed) or "all slices are ready again")
 
     async def _load(
-        self, run: _Run, model: str, slices: Sequence[_HeldSlice], on_answer: Callable[[SliceAnswer], None] | None
+        self, run: ProcessRun, model: str, slices: Sequence[_HeldSlice], on_answer: Callable[[SliceAnswer], None] | None
     ) -> list[SliceAnswer]:
         order = {
             "type": "load",
@@ -338,10 +319,10 @@ class ExpertProcess:
                 for one in (held.order for held in slices)
             ],
         }
-        keys = {("load", model, held.order.slice) for held in slices}
-        if len(keys) != len(slices) or keys & run.answers.keys():
+        ordered = {held.order.slice for held in slices}
+        if len(ordered) != len(slices) or any(run.expects("load", model, one) for one in ordered):
             raise ExpertProcessError("a slice is ordered twice", node=self.name)
-        waiting = [(held, self._expect(run, ("load", model, held.order.slice))) for held in slices]
+        waiting = [(held, run.expect("load", model, held.order.slice)) for held in slices]
 
         async def one(held: _HeldSlice, answer: asyncio.Future[dict[str, Any]]) -> SliceAnswer:
             told = await answer
@@ -354,110 +335,42 @@ class ExpertProcess:
                 on_answer(result)
             return result
 
-        await self._send(run, order)
+        await run.send(order)
         return list(await asyncio.gather(*(one(held, answer) for held, answer in waiting)))
 
-    def _current(self) -> _Run:
+    def _current(self) -> ProcessRun:
         run = self._run
         if run is None or run.exited.is_set():
             raise ExpertProcessExited("the expert server does not run", node=self.name)
         return run
 
-    def _expect(self, run: _Run, key: _Key) -> asyncio.Future[dict[str, Any]]:
-        if key in run.answers:
-            _, _, (layer, first, last) = key
-            raise ExpertProcessError(f"experts {first} to {last} have an order already", node=self.name, layer=layer)
-        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        # The one who waits can be gone when the process ends.
-        answer.add_done_callback(lambda done: done.cancelled() or done.exception())
-        run.answers[key] = answer
-        return answer
+    def _told(self, message: Mapping[str, Any]) -> None:
+        """Takes what the server says without having been asked. Raises KeyError, TypeError or ValueError."""
+        kind = message["type"]
+        if kind == "speed":
+            self.expert_bytes_per_s = _number(message["expert_bytes_per_s"])
+        elif kind == "statistics":
+            self.counters.take(_counters(message))
+        elif kind == "withdrawn":
+            self._withdrawn(message)
+        else:
+            raise ValueError(f"a message of unknown type {kind!r}")
 
-    async def _send(self, run: _Run, message: Mapping[str, Any]) -> None:
-        assert run.process.stdin is not None
-        # When the process has ended, whoever waits for the answer learns that from `_read`.
-        with contextlib.suppress(ConnectionError, RuntimeError):
-            run.process.stdin.write(json.dumps(message).encode() + b"\n")
-            await run.process.stdin.drain()
-
-    async def _read(self, run: _Run) -> None:
-        stdout = run.process.stdout
-        assert stdout is not None
-        try:
-            while line := await stdout.readline():
-                self._take(run, line)
-        except ValueError:
-            log.error("%s: the expert server wrote a line above %d bytes", self.name, MAX_ANSWER_BYTES)
-            with contextlib.suppress(ProcessLookupError):
-                run.process.kill()
-        returncode = await run.process.wait()
-        ending = _ending(returncode)
-        run.exited.set()
+    def _exited(self, cause: str, returncode: int | None) -> None:
         self._held_bytes.clear()
         self.counters.restarted()
-        error = ExpertProcessExited(ending, node=self.name, returncode=returncode)
-        for answer in (run.listening, *run.answers.values()):
-            if not answer.done():
-                answer.set_exception(error)
-        run.listening.cancelled() or run.listening.exception()
-        self._tell("exited", ending, returncode)
-
-    def _take(self, run: _Run, line: bytes) -> None:
-        try:
-            message = json.loads(line)
-            kind = message["type"]
-            if kind == "listening":
-                if not run.listening.done():
-                    run.listening.set_result(message)
-                return
-            if kind == "speed":
-                self.expert_bytes_per_s = _number(message["expert_bytes_per_s"])
-                return
-            if kind == "statistics":
-                self.counters.take(_counters(message))
-                return
-            if kind == "withdrawn":
-                self._withdrawn(message)
-                return
-            asked = {"ready": "load", "failed": "load", "dropped": "drop"}[kind]
-            key = (asked, message["model"], _slice(message))
-            answer = run.answers.pop(key)
-        except (ValueError, KeyError, TypeError):
-            log.error("%s: the expert server wrote a line that answers nothing: %r", self.name, line[:200])
-            return
-        if not answer.done():
-            answer.set_result(message)
+        self._tell("exited", cause, returncode)
 
     def _withdrawn(self, message: Mapping[str, Any]) -> None:
-        model, withdrawn, reason = message["model"], _slice(message), str(message["reason"])
+        model, withdrawn, reason = message["model"], message_slice(message), str(message["reason"])
         self._held.pop((model, withdrawn), None)
         self._held_bytes.pop((model, withdrawn), None)
         self._tell("withdrawn", f"{withdrawn}: {reason}")
-        self.on_withdrawn(model, SliceAnswer(withdrawn, 0, reason))
-
-    async def _end(self, run: _Run) -> None:
-        def ask(step: int) -> None:
-            if step:
-                run.process.send_signal(signal.SIGTERM if step == 1 else signal.SIGKILL)
-            elif run.process.stdin is not None:
-                run.process.stdin.write(b'{"type": "stop"}\n')
-                run.process.stdin.close()
-
-        for step, seconds in enumerate(STOP_STEPS_S):
-            with contextlib.suppress(ProcessLookupError, ConnectionError, RuntimeError):
-                ask(step)
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(run.exited.wait(), seconds)
-                return
-        raise ExpertProcessError(f"process {run.process.pid} does not end, not even when killed", node=self.name)
+        self._on_withdrawn(model, SliceAnswer(withdrawn, 0, reason))
 
     def _tell(self, kind: str, message: str, returncode: int | None = None) -> None:
         if self._on_event is not None:
             self._on_event(ProcessEvent(kind, message, returncode))
-
-
-def _slice(message: Mapping[str, Any]) -> Slice:
-    return Slice(message["layer"], message["first"], message["last"])
 
 
 def _counters(message: Mapping[str, Any]) -> dict[str, float]:
@@ -472,14 +385,3 @@ def _number(value: object) -> float:
     if not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
         raise ValueError("not a finite number of at least 0")
     return float(value)
-
-
-def _ending(returncode: int | None) -> str:
-    if returncode is not None and returncode < 0:
-        try:
-            name = signal.Signals(-returncode).name
-        except ValueError:
-            name = f"signal {-returncode}"
-        hint = ": this build is for another CPU; `swarm-node doctor` says more" if name == "SIGILL" else ""
-        return f"the expert server was ended by {name}{hint}"
-    return f"the expert server ended with code {returncode}"

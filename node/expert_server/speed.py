@@ -5,6 +5,7 @@ A made-up layer stands for the model's: the speed is known before there is a mod
 
 from __future__ import annotations
 
+import logging
 import tempfile
 import time
 from collections.abc import Callable
@@ -12,6 +13,10 @@ from functools import partial
 from types import ModuleType
 
 import numpy as np
+
+from node.expert_server.compute_queue import ComputeQueue
+
+log = logging.getLogger(__name__)
 
 # The layer program of most models: SwiGLU, weighted after the FFN. Measurements and self-tests compute it.
 SWIGLU_PROGRAM = """swarm-program 1
@@ -33,6 +38,25 @@ _EXPERT_BYTES = 3 * _N_EMBD * _N_FF // _BLOCK_WEIGHTS * _BLOCK_BYTES
 _LAYER_BYTES_MAX = 128 << 20
 _MEMORY_SHARE = 1 / 16
 _MEASURE_S = 0.3
+
+
+class DeviceSpeed:
+    """What an expert server knows of its device's speed. `bytes_per_s`: of expert weights; 0: not measured."""
+
+    def __init__(self, kernels: ModuleType, device: str, threads: int, compute: ComputeQueue) -> None:
+        self._kernels = kernels
+        self._device = device
+        self._threads = threads
+        self._compute = compute
+        self.bytes_per_s = 0.0
+
+    async def measure(self) -> None:
+        """Sets ``bytes_per_s``, if it can be measured; about half a second, in which calls wait as for another call."""
+        try:
+            work = partial(expert_bytes_per_s, self._kernels, self._device, self._threads)
+            self.bytes_per_s = await self._compute.run(work)
+        except Exception as error:  # whatever a device cannot do: slices are tested by themselves
+            log.warning("the speed of %s could not be measured: %s: %s", self._device, type(error).__name__, error)
 
 
 def expert_bytes_per_s(kernels: ModuleType, device: str, threads: int) -> float:

@@ -15,12 +15,14 @@ import numpy as np
 import pytest
 
 import kernels
+from node.expert_server.__main__ import parse_arguments
 from node.expert_server.admission import STEP_EXPERTS, Golden
 from node.expert_server.compute_queue import ComputeQueue
 from node.expert_server.held_slices import SliceHolder
 from node.expert_server.process import SERVER_COMMAND
-from node.expert_server.server import parse_arguments
+from node.expert_server.proof import Prover
 from node.expert_server.wire import CallRequest
+from node.slices import Slice
 from rigs.layers import SWIGLU, Floats, Layer, program
 from rigs.random_models import LAYER_TYPES, random_layer
 
@@ -46,7 +48,7 @@ CPU, GPU = Device("CPU", "cpu"), Device("GPU0", "gpu")
 class FaultyKernels(ModuleType):
     """The real kernels with devices of our choice, all of them this CPU; `faults` by device."""
 
-    def __init__(self, faults: dict[str, Fault], devices: tuple[Device, ...] = (CPU,)) -> None:
+    def __init__(self, faults: dict[str, Fault], devices: tuple[Device, ...] = (CPU,), *, proves: bool = True) -> None:
         super().__init__("faulty")
         vars(self).update({name: getattr(kernels, name) for name in kernels.__all__})
         self.faults = faults
@@ -180,12 +182,14 @@ def order(layer: Layer, *slices: tuple[int, int]) -> dict[str, Any]:
 class Holding:
     """A SliceHolder, what it reported, and what it withdrew."""
 
-    def __init__(self, faults: dict[str, Fault], devices: tuple[Device, ...] = (CPU,)) -> None:
+    def __init__(self, faults: dict[str, Fault], devices: tuple[Device, ...] = (CPU,), *, proves: bool = True) -> None:
         self.kernels = FaultyKernels(faults, devices)
         self.compute = ComputeQueue("compute", 16)
-        self.slices = SliceHolder(self.kernels, devices[0].name, 1, 512, self.compute)
         self.withdrawn: list[dict[str, Any]] = []
-        self.slices.on_withdrawn = self.withdrawn.append
+        prover = Prover(self.kernels, self.compute, 1, enabled=proves)
+        self.slices = SliceHolder(
+            self.kernels, devices[0].name, 1, 512, self.compute, prover, on_withdrawn=self.withdrawn.append
+        )
 
     async def load(self, given: dict[str, Any]) -> list[dict[str, Any]]:
         answers: list[dict[str, Any]] = []
@@ -225,8 +229,7 @@ async def test_a_fault_is_never_admitted(name: str, tmp_path: Path) -> None:
 
 
 async def test_what_is_wrong_can_be_measured_but_not_by_a_node(tmp_path: Path) -> None:
-    holding = Holding({"CPU": scaled})
-    holding.slices.proves = False
+    holding = Holding({"CPU": scaled}, proves=False)
     (answer,) = await holding.load(order(make_layer(tmp_path)))
     assert answer["type"] == "ready"
     assert not parse_arguments(list(SERVER_COMMAND[SERVER_COMMAND.index("node.expert_server") + 1 :])).unproved
@@ -392,7 +395,7 @@ async def test_a_slice_dropped_while_it_is_suspected_is_gone(tmp_path: Path) -> 
     holding = Holding({})
     await holding.load(order(make_layer(tmp_path)))
     holding.slices.suspect("m", 0, [3])
-    await holding.slices.drop("m", 0, 0, N_EXPERT - 1)
+    await holding.slices.drop("m", Slice(0, 0, N_EXPERT - 1))
     await asyncio.gather(*holding.slices._retests)
     assert holding.withdrawn == [] and holding.kernels.stores["CPU"].slices() == []
 

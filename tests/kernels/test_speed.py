@@ -122,8 +122,7 @@ def test_a_real_device() -> None:
 
 @pytest.mark.slow
 async def test_a_real_expert_server_tells_its_parent(tmp_path: Path) -> None:
-    process = ExpertProcess("alpha", threads=1, device="CPU", stderr=tmp_path / "log")
-    process.measures_speed = True
+    process = ExpertProcess("alpha", threads=1, device="CPU", stderr=tmp_path / "log", measures_speed=True)
     await process.start()
     try:
         async with aiohttp.ClientSession() as session:
@@ -152,8 +151,8 @@ async def test_a_real_expert_server_tells_its_parent(tmp_path: Path) -> None:
 @pytest.mark.slow
 async def test_a_device_that_cannot_be_measured_serves_all_the_same(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    process = ExpertProcess("alpha", command=COMMAND, stderr=log)  # whose device has one byte of memory
-    process.measures_speed = True
+    # Its device has one byte of memory.
+    process = ExpertProcess("alpha", command=COMMAND, stderr=log, measures_speed=True)
     await process.start()
     try:
         await until(lambda: "the speed of CPU could not be measured: ValueError: 0 MiB" in log.read_text())

@@ -13,7 +13,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 import numpy as np  # noqa: E402
 
 import kernels  # noqa: E402
-from node.expert_server.server import main  # noqa: E402
+from node.expert_server.__main__ import main  # noqa: E402
 
 
 class PerturbedStore(kernels.ExpertStore):

@@ -64,8 +64,10 @@ async def test_files_that_changed_are_not_loaded_again_after_a_crash() -> None:
         asked.append(model)
         raise ModelError("the file changed")
 
-    async with server(order(), on_event=events.append) as process, aiohttp.ClientSession() as session:
-        process.check_files = check
+    async with (
+        server(order(), on_event=events.append, check_files=check) as process,
+        aiohttp.ClientSession() as session,
+    ):
         supervising = asyncio.create_task(process.supervise())
         assert process.held == {(MODEL, Slice(0, 2, 4))} and process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
@@ -261,7 +263,7 @@ async def test_counters_and_memory_outlive_a_crash() -> None:
 
 def test_a_parent_that_reads_nothing_does_not_hold_up_calls() -> None:
     """Its pipe is full at last; then the counters wait, and not the server."""
-    source = f"import node.expert_server.server as s; s.STATISTICS_PERIOD_S = 0; import runpy; runpy.run_path({COMMAND[1]!r})"
+    source = f"import node.expert_server.orders as s; s.STATISTICS_PERIOD_S = 0; import runpy; runpy.run_path({COMMAND[1]!r})"
     child = subprocess.Popen(
         [COMMAND[0], "-c", source, "--port", "0"],
         stdin=subprocess.PIPE,
