@@ -4,6 +4,8 @@ import math
 import os
 from pathlib import Path
 
+from kernels.control_groups import own_groups
+
 
 def cpu_quota(root: Path = Path("/")) -> float:
     """Cores this process may use, at least a fraction above 0.
@@ -24,28 +26,8 @@ def default_threads(root: Path = Path("/")) -> int:
 
 
 def _group_quotas(root: Path) -> list[float]:
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    quotas = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            mount, read = root / "sys/fs/cgroup", _quota_v2
-        elif "cpu" in controllers.split(","):
-            mount, read = root / "sys/fs/cgroup/cpu", _quota_v1
-        else:
-            continue
-        # The limit of any ancestor holds too. Inside a container the path may not exist below the mount.
-        group = mount / path.lstrip("/")
-        for folder in [group, *group.parents]:
-            quota = read(folder)
-            if quota is not None:
-                quotas.append(quota)
-            if folder == mount:
-                break
-    return quotas
+    found = (_quota_v2(folder) if version == 2 else _quota_v1(folder) for version, folder in own_groups("cpu", root))
+    return [quota for quota in found if quota is not None]
 
 
 def _quota_v2(folder: Path) -> float | None:

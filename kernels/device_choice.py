@@ -7,7 +7,8 @@ from typing import Protocol
 class DeviceLike(Protocol):
     """What the choice looks at; ``kernels.devices()`` gives the real ones.
 
-    ``chip``: what tells one piece of hardware from another whatever the backend, a PCI address; empty where that is not known.
+    ``chip``: what tells one piece of hardware from another whatever the backend, a PCI address; empty where that is
+    not known.
     """
 
     @property
@@ -58,9 +59,9 @@ def is_software(device: DeviceLike) -> bool:
 def usable_devices(devices: Sequence[DeviceLike]) -> list[DeviceLike]:
     """The devices that can hold experts, the best first, and each chip once.
 
-    A GPU before one that shares the machine's memory, before an accelerator, before the CPU; of several of a kind, the one with the
-    most memory, then the one listed first. Left out are what cannot compute an expert, software that passes for
-    a GPU, and other machines (ggml's RPC): they have nodes of their own.
+    A GPU before one that shares the machine's memory, before an accelerator, before the CPU; of several of a kind,
+    the one with the most memory, then the one listed first. Left out are what cannot compute an expert, software that
+    passes for a GPU, and other machines (ggml's RPC): they have nodes of their own.
     """
     able = [
         device
@@ -89,8 +90,8 @@ def usable_devices(devices: Sequence[DeviceLike]) -> list[DeviceLike]:
 def choose_device(devices: Sequence[DeviceLike], name: str = "auto") -> str:
     """The name of the device to hold experts on.
 
-    ``name``: a device's name, which must then be able to compute an expert, or ``auto`` for the first of ``usable_devices``.
-    Raises NoDevice.
+    ``name``: a device's name, which must then be able to compute an expert, or ``auto`` for the first of
+    ``usable_devices``. Raises NoDevice.
     """
     known = ", ".join(f"{d.name} ({d.type})" for d in devices) or "none"
     if name != "auto":

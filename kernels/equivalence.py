@@ -1,12 +1,10 @@
-"""How alike the results of two backends are: cosine, relative L2, the largest difference, and the gain of each expert. Pure.
+"""How alike the results of two backends are: cosine, relative L2, the largest difference, each expert's gain. Pure.
 
-Everything is summed in float64 and expert by expert, so that the results of a whole layer need not be in memory at once.
-
-The cosine says little: 0.99975 allows a relative L2 of 2.2 %, and one expert of many that is scaled by 1.01 does not move it.
-So each expert is looked at alone. Its *gain*, <a, b> / <b, b>, is 1 but for noise that falls with the number of values, so a
-wrong factor stands out long before it shows in the difference as a whole. With real weights one row can be 40 times as large as
-the others, and its noise is then that of all: the *typical gain* and the *typical row*, medians over the rows, do not see it, while a wrong
-factor is in every row.
+Everything is summed in float64 and expert by expert, so that the results of a whole layer need not be in memory at
+once. Each expert is looked at alone, since the cosine of all says little. Its *gain* is 1 but for noise that falls
+with the number of values, so a wrong factor stands out long before it shows in the difference as a whole. The
+*typical* gain and row, medians over the rows, do not see a single row that is far larger than the others, as real
+weights have them; what each figure is for is in docs/equivalence.md, "What is compared".
 """
 
 from __future__ import annotations
@@ -25,36 +23,40 @@ __all__ = ["Comparison", "ExpertComparison", "Tally", "compare"]
 class ExpertComparison:
     """One expert's rows of one backend, a, against those of another, b.
 
-    `gain`: <a, b> / <b, b>. `typical_gain`: the median over rows of <a_i, b_i> / <b_i, b_i>, without rows in which b is zero.
-    `relative_l2`: |a - b| / |b|. `typical_row`, `worst_row`: the median and the largest |a_i - b_i| of a row, relative to |b_i|, or
-    to the median of all |b_i| where that is more; a row that stands in another's place shows in the largest. With b all zero, gains are 1 and the others are 0 if a is zero too, else infinite. `n_not_finite`: values of a or b that are Inf or
-    NaN; with any, the other figures are NaN.
+    With b all zero, gains are 1 and the other figures are 0 if a is zero too, else infinite.
     """
 
     n_rows: int
     n_outputs: int
+    #: <a, b> / <b, b>.
     gain: float
+    #: The median over rows of <a_i, b_i> / <b_i, b_i>, without rows in which b is zero.
     typical_gain: float
+    #: |a - b| / |b|.
     relative_l2: float
+    #: The median |a_i - b_i| of a row, relative to |b_i|, or to the median of all |b_i| where that is more.
     typical_row: float
+    #: The largest of these. A row that stands in another's place shows here.
     worst_row: float
+    #: The largest |a - b| of a value.
     max_abs: float
+    #: Values of a or b that are Inf or NaN; with any, the other figures are NaN.
     n_not_finite: int
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All rows of one backend, a, against those of another, b; figures as in ExpertComparison.
-
-    `gain_deviation`: the largest |gain - 1| of an expert, which is `gain_expert` (-1: nothing was compared).
-    """
+    """All rows of one backend, a, against those of another, b; figures as in ExpertComparison."""
 
     n_outputs: int
     n_experts: int
+    #: <a, b> / (|a| |b|).
     cosine: float
     relative_l2: float
     max_abs: float
+    #: The largest |gain - 1| of an expert.
     gain_deviation: float
+    #: The expert that has it; -1: nothing was compared.
     gain_expert: int
     worst_row: float
     worst_row_expert: int
@@ -63,13 +65,14 @@ class Comparison:
 
 @dataclass
 class _Rows:
-    """Of each row of one expert: |a|², |b|², <a, b> and |a - b|²."""
+    """One expert's rows so far."""
 
     n_rows: int = 0
     n_outputs: int = 0
     n_not_finite: int = 0
     max_abs: float = 0.0
-    parts: list[NDArray[np.float64]] = field(default_factory=list)  # [4, n] each
+    #: |a|², |b|², <a, b> and |a - b|² of each row, as they came: [4, n] each.
+    parts: list[NDArray[np.float64]] = field(default_factory=list)
 
     @property
     def all(self) -> NDArray[np.float64]:
@@ -130,7 +133,8 @@ class Tally:
 
 
 def compare(a: ArrayLike, b: ArrayLike, expert: ArrayLike) -> Tally:
-    """Rows [n_pairs, n_out] of two backends, of the experts `expert` [n_pairs]. Raises ValueError when the shapes differ."""
+    """The tally of rows [n_pairs, n_out] of two backends, of the experts `expert` [n_pairs]. Raises ValueError when
+    the shapes differ."""
     x, y = np.asarray(a), np.asarray(b)
     ids: NDArray[np.int64] = np.asarray(expert, np.int64).reshape(-1)
     if x.shape != y.shape or x.ndim != 2 or len(x) != len(ids):

@@ -1,8 +1,8 @@
 """What one expert of a model file should compute: kernels/reference.py, on weights read from where the file has them.
 
-Independent of what is tested against it: the bytes are read again, dequantised by ggml's scalar code (which the tests compare
-with the `gguf` package's), and multiplied in float64. One expert is in memory at a time. An expert of 9.4 million weights, as the
-reference model has them, takes some 30 ms.
+Independent of what is tested against it: the bytes are read again, dequantised by ggml's scalar code (which the tests
+compare with the `gguf` package's), and multiplied in float64. One expert is in memory at a time. An expert of 9.4
+million weights, as the reference model has them, takes some 30 ms.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ __all__ = ["TensorSource", "expert_rows"]
 
 @dataclass(frozen=True)
 class TensorSource:
-    """Where a tensor of some experts is: as `kernels.TensorParts`. `ne`: of one expert; `parts`: path, offset, bytes of the
-    experts, one after the other."""
+    """Where a tensor of some experts is: as `kernels.TensorParts`. `ne`: of one expert; `parts`: path, offset, bytes
+    of the experts, one after the other."""
 
     type: str
     ne: Sequence[int]
@@ -69,8 +69,8 @@ def expert_rows(
     h: NDArray[np.float32],
     weight: NDArray[np.float32] | None,
 ) -> NDArray[np.float64]:
-    """The rows [n, n_out] that the `number`th of the `n_experts` in `tensors` should give for `h` [n, n_in] and the gate weights
-    [n] (None exactly if the program does not use them). Raises OSError, ProgramError, ValueError."""
+    """The rows [n, n_out] that the `number`th of the `n_experts` in `tensors` should give for `h` [n, n_in] and the
+    gate weights [n] (None exactly if the program does not use them). Raises OSError, ProgramError, ValueError."""
     needed = reference.parse(program_text).tensors
     missing = needed - tensors.keys()
     if missing:

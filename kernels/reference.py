@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["Program", "ProgramError", "Step", "Tensor", "dequantise", "digest", "ffn", "parse"]
+from kernels.activations import GLU, LIMITED_GLU, UNARY, Array
 
-Array = NDArray[np.float64]
+__all__ = ["Program", "ProgramError", "Step", "Tensor", "dequantise", "digest", "ffn", "parse"]
 
 #: A tensor of the local experts: float values [n_local, *reversed(ne)], or (ggml type name, ne of one expert in ggml's
 #: order, bytes of all local experts).
@@ -74,60 +74,6 @@ def digest(text: str) -> int:
     for byte in text.encode():
         value = (value ^ byte) * 0x100000001B3 & 0xFFFFFFFFFFFFFFFF
     return value
-
-
-def _sigmoid(x: Array) -> Array:
-    # exp of a negative number only, so that nothing overflows.
-    small = np.exp(-np.abs(x))
-    return np.where(x >= 0, 1.0, small) / (1.0 + small)
-
-
-def _gelu(x: Array) -> Array:
-    return 0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * x * (1.0 + 0.044715 * x * x)))
-
-
-def _gelu_erf(x: Array) -> Array:
-    erf = np.frompyfunc(math.erf, 1, 1)
-    return 0.5 * x * (1.0 + np.asarray(erf(x / math.sqrt(2.0)), dtype=np.float64))
-
-
-_UNARY: Mapping[str, Callable[[Array], Array]] = {
-    "silu": lambda x: x * _sigmoid(x),
-    "gelu": _gelu,
-    "gelu_quick": lambda x: x * _sigmoid(1.702 * x),
-    "gelu_erf": _gelu_erf,
-    "relu": lambda x: np.maximum(x, 0.0),
-    "tanh": np.tanh,
-    "sigmoid": _sigmoid,
-    "abs": np.abs,
-    "neg": np.negative,
-    "exp": np.exp,
-    "softplus": lambda x: np.logaddexp(0.0, x),
-}
-
-_GLU: Mapping[str, Callable[[Array, Array], Array]] = {
-    "reglu": lambda gate, up: np.maximum(gate, 0.0) * up,
-    "geglu": lambda gate, up: _gelu(gate) * up,
-    "swiglu": lambda gate, up: gate * _sigmoid(gate) * up,
-    "geglu_erf": lambda gate, up: _gelu_erf(gate) * up,
-    "geglu_quick": lambda gate, up: gate * _sigmoid(1.702 * gate) * up,
-}
-
-
-def _swiglu_oai(gate: Array, up: Array, alpha: float, limit: float) -> Array:
-    gate = np.minimum(gate, limit)
-    return gate * _sigmoid(alpha * gate) * (np.clip(up, -limit, limit) + 1.0)
-
-
-def _swiglu_clamp(gate: Array, up: Array, _alpha: float, limit: float) -> Array:
-    gate = np.minimum(gate, limit)
-    return gate * _sigmoid(gate) * np.clip(up, -limit, limit)
-
-
-_LIMITED_GLU: Mapping[str, Callable[[Array, Array, float, float], Array]] = {
-    "swiglu_oai": _swiglu_oai,
-    "swiglu_clamp": _swiglu_clamp,
-}
 
 
 def parse(text: str) -> Program:
@@ -233,12 +179,12 @@ class _Line:
             operands, numbers = (self.operand(),), (self.count(), self.count())
             return Step(self.number, op, operands=operands, numbers=numbers)
         if op == "glu":
-            kind = self.kind((*_GLU, *_LIMITED_GLU))
+            kind = self.kind((*GLU, *LIMITED_GLU))
             operands2 = (self.operand(), self.operand())
-            limits = (self.float(), self.float()) if kind in _LIMITED_GLU else ()
+            limits = (self.float(), self.float()) if kind in LIMITED_GLU else ()
             return Step(self.number, op, kind=kind, operands=operands2, numbers=limits)
         if op == "unary":
-            return Step(self.number, op, kind=self.kind(tuple(_UNARY)), operands=(self.operand(),))
+            return Step(self.number, op, kind=self.kind(tuple(UNARY)), operands=(self.operand(),))
         if op == "sqr":
             return Step(self.number, op, operands=(self.operand(),))
         if op in ("scale", "clamp"):
@@ -394,11 +340,11 @@ def _compute(step: Step, x: list[Array], experts: Mapping[str, _Experts], local:
     if step.op == "glu":
         if x[0].shape != x[1].shape:
             raise ValueError(f"gate {x[0].shape} and up {x[1].shape} differ")
-        if step.kind in _LIMITED_GLU:
-            return _LIMITED_GLU[step.kind](x[0], x[1], step.numbers[0], step.numbers[1])
-        return _GLU[step.kind](x[0], x[1])
+        if step.kind in LIMITED_GLU:
+            return LIMITED_GLU[step.kind](x[0], x[1], step.numbers[0], step.numbers[1])
+        return GLU[step.kind](x[0], x[1])
     if step.op == "unary":
-        return _UNARY[step.kind](x[0])
+        return UNARY[step.kind](x[0])
     if step.op == "sqr":
         return x[0] * x[0]
     if step.op == "scale":

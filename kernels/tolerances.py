@@ -1,33 +1,9 @@
-"""How far two backends may differ, by what they are and by the type of the weights. One place, for tests and for admission.
+"""How far two backends may differ, by what they are and by the type of the weights. For tests and admission.
 
-**Where the noise comes from.** ggml's kernels for quantised weights quantise the *activations* too: on CPUs to Q8_0 or Q8_1 (blocks of
-32) or Q8_K (blocks of 256) as the weights' type wants it, on GPUs to Q8_1 (blocks of 32); F16 and BF16 weights are multiplied
-with activations rounded to their type. That, not the order of additions, is nearly all of the difference between a backend
-and float64. Of an FFN it is seen three times: the input twice (gate and up), the hidden values once.
-
-**How the figures were measured.** `_NOISE` is the relative L2 of ggml's CPU kernels (x86-64 with AVX-512) against
-kernels/reference.py in float64: a SwiGLU FFN with random weights of each type, normally distributed inputs, 8 experts of
-256 x 512 and 1024 x 512, 1, 8 and 33 rows; the mean over rows, rounded up. It does not depend on the sizes. Single rows had
-up to 1.8 times as much. Of GPUs, only Vulkan on Mesa's software driver was measured (docs/equivalence.md): 5.2e-3 to 5.8e-3 for F16
-and quantised weights when it added up in F16, `_GPU_NOISE_LEAST` rounded up, and 5e-4 since it is asked to add up in F32; other
-devices may not heed that, or compute with floats of 10 bits (TF32). For
-quantised types the CPU's noise is granted to GPUs as well, whose activations are in smaller blocks than the CPU's Q8_K. Published figures (docs/equivalence.md) of GPUs against ARM CPUs are a relative L2 of 1.3 % and 2.2 %.
-
-**What follows.** Two backends have noise of their own: their difference has at most the root of the sum of squares, whichever the two
-are. CPUs of one kind should agree far better with each other, but the published figures of two ARM CPUs against one GPU are too unlike to count on it.
-With real weights a few rows have much more: in the demo model's layer 27 (8 experts of 512 rows) up to 8.2 times `_NOISE`, where one
-hidden value is far larger than all others. So `TYPICAL_FACTOR` times the noise is the limit for an expert's median row (the relative L2 of
-an expert was at most 1.33 times, over the demo model and random models of 52 architectures with golden inputs), and `ROW_FACTOR` times, but no more than
-`ROW_MOST`, that for each row: a row that is lost differs by 1, one in another's place by 1.4.
-
-**Gain.** A factor of 1.01 hides in that noise, but not in the gain of the expert (kernels/equivalence.py). The deviation of its typical
-gain from 1 falls with the number of independent values: rows times the narrowest width of the FFN, since errors of the input and of
-the hidden values go into every output. Measured as above, and with 20 times 13 inputs for each of the 240 experts of the demo
-model, it was at most 10.5 times noise / sqrt(rows * width) (not 1: a relative error of the input along itself counts twice
-in an FFN, a median is less sharp than a mean, and it is the largest of many); `GAIN_FACTOR` is twice that. The noise is the typical row
-of the same comparison, not the assumed one. Vulkan reached 20.3 times, for one expert of 272, so with a GPU it is twice
-as much again. The plain gain will not do: of two experts of the demo model, one row of some is 37 times as large
-as the others, and its noise alone made it 1.018.
+ggml's kernels for quantised weights quantise the activations too; that is nearly all of the difference between a
+backend and float64. Two backends have noise of their own: their difference has at most the root of the sum of
+squares. A wrong factor hides in that noise, but not in an expert's gain, whose deviation falls with the number of
+independent values. How each limit was measured: docs/equivalence.md, "How the limits came about".
 """
 
 from __future__ import annotations
@@ -44,10 +20,15 @@ __all__ = ["GAIN_FOUND", "Family", "Tolerance", "family", "is_swiglu", "problem"
 #: What a result comes from. "gpu" is every device that is no CPU; "reference" is kernels/reference.py in float64.
 Family = Literal["cpu", "gpu", "reference"]
 
+#: An expert's median row may have so many times the expected noise; 1.33 times was measured.
 TYPICAL_FACTOR: Final = 2.0
+#: Any single row may have so many times the expected noise; 8.2 times was measured, with real weights.
 ROW_FACTOR: Final = 20.0
+#: But no more than this: a row that is lost differs by 1, one in another's place by 1.4.
 ROW_MOST: Final = 0.5
+#: A typical gain may be off by so many times noise / sqrt(values); 10.5 times was measured on CPUs.
 GAIN_FACTOR: Final = 20.0
+#: The same with a GPU; 20.3 times was measured, with Vulkan.
 GPU_GAIN_FACTOR: Final = 40.0
 #: For types that are nearly exact: a deviation below this is no fault.
 GAIN_LEAST: Final = 1e-4
@@ -56,14 +37,16 @@ _ROWS_LEAST: Final = 5
 #: The deviation of an expert's gain that golden inputs have rows enough for to find.
 GAIN_FOUND: Final = 0.01
 
+# The relative L2 of ggml's CPU kernels against float64, by the type of the activations: of an FFN, the mean over rows.
 _NOISE: Final = {"exact": 2e-7, "f16": 4e-4, "bf16": 3.3e-3, "q8_0": 1.2e-2, "q8_K": 2e-2}
-# Of the activations when the weights have this type, as ggml-cpu's table of vec_dot types says; others: q8_K.
+# The type of the activations by that of the weights, as ggml-cpu's table of vec_dot types says; others: q8_K.
 _ACTIVATIONS: Final = {
     **{"f32": "exact", "f16": "f16", "bf16": "bf16"},
     **dict.fromkeys(("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl", "mxfp4", "nvfp4", "q1_0"), "q8_0"),
 }
+# What Vulkan on Mesa's software driver had when it added up in F16, rounded up; quantised types get the CPU's if more.
 _GPU_NOISE_LEAST: Final = 6e-3
-# Of the reference: it rounds nothing, but its result is compared in float32.
+# The reference rounds nothing, but its result is compared in float32.
 _EXACT: Final = 1e-7
 # Activations other than SwiGLU, such as the square of a ReLU, and tables of F16 for GELU, make more of the same noise.
 _OTHER_PROGRAMS: Final = 1.5
@@ -73,23 +56,26 @@ _FLOATS_LEAST: Final = 5e-4
 
 @dataclass(frozen=True)
 class Tolerance:
-    """`noise`: the relative L2 that is expected; `typical`, `row`: the most that an expert's median row, or any row, may have;
-    `gain_factor`: how many times as far as one value's noise, divided by the root of their number, the gain may be off."""
+    """How far the results of two backends may differ."""
 
+    #: The relative L2 that is expected.
     noise: float
+    #: The most that an expert's median row may have.
     typical: float
+    #: The most that any row may have.
     row: float
+    #: How many times as far as one value's noise, divided by the root of their number, the gain may be off.
     gain_factor: float = GAIN_FACTOR
 
 
 def family(device_type: str) -> Family:
-    """Of a ggml device's type (cpu, gpu, igpu, accel, other)."""
+    """The family of a ggml device's type (cpu, gpu, igpu, accel, other)."""
     return "cpu" if device_type == "cpu" else "gpu"
 
 
 def tolerance(one: Family, other: Family, types: Collection[str], *, swiglu: bool = True) -> Tolerance:
-    """For results of two families, of experts whose weights have these ggml types. `swiglu`: whether the layer program has no
-    other activation."""
+    """What is allowed of two families, of experts whose weights have these ggml types. `swiglu`: whether the layer
+    program has no other activation."""
     noise = math.hypot(_noise(one, types), _noise(other, types))
     if not swiglu:
         noise = max(_OTHER_PROGRAMS * noise, _FLOATS_LEAST)
@@ -100,8 +86,9 @@ def tolerance(one: Family, other: Family, types: Collection[str], *, swiglu: boo
 def problem(found: ExpertComparison, allowed: Tolerance, width: int, n_distinct_rows: int | None = None) -> str:
     """What is wrong with one expert of two backends, in words; empty when nothing is.
 
-    `width`: the narrowest of the expert's matrices, in values. `n_distinct_rows`: of the inputs that were compared, if fewer than
-    the rows: repeats have no noise of their own. With fewer than 5 of them, only single rows are judged.
+    `width`: the narrowest of the expert's matrices, in values. `n_distinct_rows`: of the inputs that were compared,
+    if fewer than the rows: repeats have no noise of their own. With fewer than 5 of them, only single rows are
+    judged.
     """
     if found.n_not_finite:
         return f"{found.n_not_finite} values are not finite"
@@ -115,8 +102,8 @@ def problem(found: ExpertComparison, allowed: Tolerance, width: int, n_distinct_
     limit = max(GAIN_LEAST, allowed.gain_factor * found.typical_row / math.sqrt(max(1, width * n_rows)))
     if abs(found.typical_gain - 1) > limit:
         return (
-            f"the results are {found.typical_gain:.5f} times what they should be; {_percent(limit)} more or less would be "
-            "noise"
+            f"the results are {found.typical_gain:.5f} times what they should be; "
+            f"{_percent(limit)} more or less would be noise"
         )
     return ""
 

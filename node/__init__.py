@@ -11,6 +11,6 @@
     node.agent           one node: sees the swarm, elects, plans, follows the plan, and keeps all of the above running
     node.commands        the command ``swarm-node``; nothing imports it
 
-The files beside the packages are what several of these need; they import no package. Who may import whom, and four walks
-through the code, are in docs/architecture.md.
+The files beside the packages are what several of these need; they import no package. Who may import whom, and four
+walks through the code, are in docs/architecture.md.
 """

@@ -1,7 +1,7 @@
-"""The environment variables that are no settings: who reads each, and what it does. docs/environment.md has the same table.
+"""The environment variables that are no settings: who reads each, and what it does. In docs/environment.md too.
 
-Settings have variables too, such as SWARM_NODE_PORT (node/settings/table.py). Two of them are read by other processes than
-``swarm-node``, which gives them on: SWARM_NODE_POLL_US (here) and SWARM_LOG_LEVEL (node/log_levels.py).
+Settings have variables too, such as SWARM_NODE_PORT (node/settings/table.py). Two of them are read by other processes
+than ``swarm-node``, which gives them on: SWARM_NODE_POLL_US (here) and SWARM_LOG_LEVEL (node/log_levels.py).
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def is_known(name: str) -> bool:
     return name in _NAMES or _BUILD_OPTIONS.fullmatch(name) is not None
 
 
-#: For how long a thread of the expert call looks for the next message before it sleeps, in microseconds. A setting, which
-#: the agent gives to the expert server and the Swarm backend.
+#: For how long a thread of the expert call looks for the next message before it sleeps, in microseconds. A setting,
+#: which the agent gives to the expert server and the Swarm backend.
 POLL_US = "SWARM_NODE_POLL_US"
 # Longer than a small call over a LAN takes, and than the trunk of a small model takes for a layer.
 DEFAULT_POLL_US = 300

@@ -1,4 +1,6 @@
-"""Every error this package raises on purpose.
+"""The root of the errors that this package raises on purpose, and those that several modules raise.
+
+Others are declared where they are raised: they derive from SwarmError too.
 
 SwarmError                  message, and what it is about: node, layer, experts
 ├── CallRefused             an expert call was refused or failed: kind, retry, call_id
@@ -44,7 +46,8 @@ class SwarmError(Exception):
 
 
 class CallRefused(SwarmError):
-    """An expert call was refused or failed. `kind` as in `node.expert_server.wire.HTTP_STATUS`; `retry`: trying again may help."""
+    """An expert call was refused or failed. `kind` as in `node.expert_server.wire.HTTP_STATUS`; `retry`: another
+    try may help."""
 
     def __init__(
         self,
@@ -112,7 +115,7 @@ class ModelError(SwarmError):
 
 
 class NotAuthenticated(SwarmError):
-    """A request or a reply between nodes does not prove the swarm key. `fresh_nonce_helps`: try again with a new one."""
+    """A request or reply between nodes does not prove the swarm key. `fresh_nonce_helps`: try again with one."""
 
     def __init__(self, message: str, *, node: str | None = None, fresh_nonce_helps: bool = False) -> None:
         super().__init__(message, node=node)

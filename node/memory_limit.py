@@ -10,6 +10,8 @@ from pathlib import Path
 
 import psutil
 
+from kernels.control_groups import own_groups
+
 #: The share of free memory that a node offers for experts; the rest is for everything else on the machine.
 MEMORY_SHARE = 0.9
 
@@ -41,26 +43,9 @@ def memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
 
     Control groups v2 (``memory.max``, ``memory.high``) and v1 (``memory.limit_in_bytes``). Other systems have none.
     """
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except (OSError, UnicodeDecodeError):
-        return None
     limits: list[MemoryLimit] = []
-    for line in lines:
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if controllers == "":
-            mount, read = root / "sys/fs/cgroup", _limits_v2
-        elif "memory" in controllers.split(","):
-            mount, read = root / "sys/fs/cgroup/memory", _limits_v1
-        else:
-            continue
-        # Inside a container the path may not exist below the mount, which is then the container's own group.
-        group = mount / path.lstrip("/")
-        for folder in [group, *group.parents]:
-            limits += read(folder)
-            if folder == mount:
-                break
+    for version, folder in own_groups("memory", root):
+        limits += _limits_v2(folder) if version == 2 else _limits_v1(folder)
     return min(limits, key=lambda limit: limit.free_bytes, default=None)
 
 

@@ -47,8 +47,8 @@ class Device(msgspec.Struct, frozen=True):
 
 
 class Model(msgspec.Struct, frozen=True):
-    """A model whose file a node has. ``id`` stands for its bytes, ``header`` for its header; ``expert_bytes``: of all routed
-    experts."""
+    """A model whose file a node has. ``id`` stands for its bytes, ``header`` for its header; ``expert_bytes``: of all
+    routed experts."""
 
     id: ModelId
     file: Name
@@ -62,8 +62,8 @@ class Model(msgspec.Struct, frozen=True):
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """A model of which a node gives others what it has. ``bytes``: of the whole model. ``whole``, ``trunk``: whether all of
-    it is there, or all but experts."""
+    """A model of which a node gives others what it has. ``bytes``: of the whole model. ``whole``, ``trunk``: whether
+    all of it is there, or all but experts."""
 
     id: Annotated[str, Meta(pattern="^[0-9a-f]{32}\\Z")]
     file: Name
@@ -97,7 +97,8 @@ class Router(msgspec.Struct, frozen=True):
 class Record(msgspec.Struct, frozen=True):
     """A node. Which of two records is newer is for gossip to know (gossip/messages.py).
 
-    ``expert_bytes_per_s``: expert weights that its device reads in a second (node/expert_server/speed.py); 0: not known.
+    ``expert_bytes_per_s``: expert weights that its device reads in a second (node/expert_server/speed.py); 0: not
+    known.
     """
 
     version: int

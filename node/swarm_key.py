@@ -191,9 +191,9 @@ class Challenges:
     def check(self, header: str | None, *, method: str, target: str, host: str, now_s: float) -> Accepted:
         """Checks a request's Authorization header and uses up its nonce.
 
-        `target` and `host` are what the request line and the Host header carry, unchanged. The Host must have been found
-        to be this node's (`access.host_allowed`): that keeps a proof made for another node from being passed on. Raises
-        NotAuthenticated; the nonce is not used up then.
+        `target` and `host` are what the request line and the Host header carry, unchanged. The Host must have been
+        found to be this node's (`access.host_allowed`): that keeps a proof made for another node from being passed
+        on. Raises NotAuthenticated; the nonce is not used up then.
         """
         if not header:
             raise NotAuthenticated("a proof of the swarm key is needed", fresh_nonce_helps=True)

@@ -112,7 +112,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--unproved",
         action="store_true",
-        help="slices are ready without having proved themselves: to measure a device, right or wrong, and never in a swarm",
+        help="slices are ready without having proved themselves: to measure a device, right or wrong, and never in a "
+        "swarm",
     )
     options = parser.parse_args(arguments)
     if options.max_rows < 1 or options.threads < 0 or not 0 <= options.port < 65536:

@@ -1,13 +1,15 @@
 """Admission by proof: what a slice must answer before it serves, and what it answered instead.
 
-Golden inputs reach every expert of the slice, each in calls of one row and in a call of more than 32 rows: ggml's kernels
-differ by the number of rows. All of an expert's outputs are compared with float64 (kernels/expert_reference.py), by the limits of
-kernels/tolerances.py. The rows of the large call are the few distinct ones over and over, so that the reference computes only those.
-Their number is prime, so that no shift of rows by the width of a kernel's tile, or by one, puts equal ones in each other's place.
+Golden inputs reach every expert of the slice, each in calls of one row and in a call of more than 32 rows: ggml's
+kernels differ by the number of rows. All of an expert's outputs are compared with float64
+(kernels/expert_reference.py), by the limits of kernels/tolerances.py. The rows of the large call are the few distinct
+ones over and over, so that the reference computes only those. Their number is prime, so that no shift of rows by the
+width of a kernel's tile, or by one, puts equal ones in each other's place.
 
-What this cannot see is a fault below the noise of quantised activations, such as one flipped bit of a weight. Against that stand
-the hashes of the model's pieces. A file is hashed before it is used (node/models/hashing.py), and a fetched piece when it is
-written; so that what a disk gives later is not believed either, the bytes from which the reference is computed are hashed again.
+What this cannot see is a fault below the noise of quantised activations, such as one flipped bit of a weight. Against
+that stand the hashes of the model's pieces. A file is hashed before it is used (node/models/hashing.py), and a
+fetched piece when it is written; so that what a disk gives later is not believed either, the bytes from which the
+reference is computed are hashed again.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from kernels.equivalence import Tally
 from kernels.tolerances import family, is_swiglu, problem, rows_needed, tolerance
 from node.number_formats import Floats, Ints
 
-#: Experts of one call, and of one step of the reference: few, so that calls of a slice that serves already get their turn.
+#: Experts of one call and of one step of the reference: few, so that calls of other slices get their turn.
 STEP_EXPERTS = 8
 #: More than 32, from which on batched kernels are used.
 ROWS_MANY = 33
@@ -34,7 +36,7 @@ _PRIMES = (5, 7, 11, 13, 17, 23, 31, 43, 61)
 
 @dataclass(frozen=True)
 class GoldenCall:
-    """The arguments of one call of `ExpertStore.ffn` (`reduce` is rows), and which distinct input each of its pairs has."""
+    """The arguments of one call of `ExpertStore.ffn` (`reduce` is rows). `inputs`: the distinct input of each pair."""
 
     h: Floats
     row: Ints
@@ -89,15 +91,16 @@ class Golden:
         self._weight = generator.uniform(0.5, 1.5, self.n_inputs).astype(np.float32) if program.uses_weight else None
 
     def expected(self, first: int, last: int, expert: int) -> Any:
-        """What an expert of the slice `first` to `last` should give for the distinct inputs: float64 [n_inputs, n_out]. Blocks
-        for some 30 ms. Raises OSError, ValueError."""
+        """What an expert of the slice `first` to `last` should give for the distinct inputs: float64 [n_inputs,
+        n_out]. Blocks for some 30 ms. Raises OSError, ValueError."""
         n_experts = last - first + 1
         return self._kernels.expert_rows(
             self._program.text, self._sources, expert - first, n_experts, self._h, self._weight
         )
 
     def sha256(self, first: int, last: int, expert: int) -> str:
-        """Of the bytes of an expert of the slice `first` to `last`, as a manifest has it: 64 hex digits. Blocks. Raises OSError, ValueError."""
+        """The SHA-256 of an expert of the slice `first` to `last`, as a manifest has it: 64 hex digits. Blocks.
+        Raises OSError, ValueError."""
         digest = hashlib.sha256()
         for source in self._all.values():
             digest.update(source.bytes_of(expert - first, last - first + 1))
@@ -106,8 +109,9 @@ class Golden:
     def calls(self, experts: Sequence[int]) -> list[GoldenCall]:
         """The calls for these experts: one row with each, for every distinct input; then one of more than 32 rows.
 
-        In that, the first expert has every row, the others one of each distinct input: a kernel is chosen by the rows of the call or
-        by those of an expert, and is the same for all experts. With every row for every expert, a slice took twice as long.
+        In that, the first expert has every row, the others one of each distinct input: a kernel is chosen by the rows
+        of the call or by those of an expert, and is the same for all experts. With every row for every expert, a
+        slice took twice as long.
         """
         one_row = [self._call([i] * len(experts), [0] * len(experts), experts) for i in range(self.n_inputs)]
         n_many = max(ROWS_MANY, self.n_inputs)

@@ -40,8 +40,8 @@ class ExpertCalls:
         native: NativeCalls | None = None,
         recording: TextIO | None = None,
     ) -> None:
-        """`native`: what answers other calls, is told the routers' terms and counts too. `recording` gets a line for each
-        answered call: when it came, its layer, its number of rows and its experts."""
+        """`native`: what answers other calls, is told the routers' terms and counts too. `recording` gets a line for
+        each answered call: when it came, its layer, its number of rows and its experts."""
         self._kernels = kernels
         self._slices = slices
         self._compute = compute

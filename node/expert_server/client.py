@@ -28,8 +28,8 @@ class ExpertClient:
         self._key = call_key
 
     async def call(self, request: wire.CallRequest, n_out: int) -> wire.CallReply:
-        """The answer to one call. Raises SwarmError: CallRefused when the server refuses, NotAuthenticated, or what went wrong on
-        the way."""
+        """The answer to one call. Raises SwarmError: CallRefused when the server refuses, NotAuthenticated, or what
+        went wrong on the way."""
         body = wire.encode_request(request)
         try:
             proof = await self._prove(body)

@@ -48,8 +48,8 @@ class ComputeQueue:
         *,
         others_waiting: Callable[[], int] | None = None,
     ) -> None:
-        """`delay_s` is slept before every call (not before `run`): a test hook. `others_waiting`: how many calls wait for
-        the device without coming through here."""
+        """`delay_s` is slept before every call (not before `run`): a test hook. `others_waiting`: how many calls wait
+        for the device without coming through here."""
         self._max_waiting = max_waiting
         self._delay_s = delay_s
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()

@@ -43,8 +43,8 @@ class SliceHolder:
         on_change: Changed | None = None,
         on_withdrawn: Report,
     ) -> None:
-        """`on_change` is told of a layer of which other experts became ready, or none any more; `on_withdrawn` of a slice
-        that was ready and will not be any more, without having been dropped: as `load` reports it."""
+        """`on_change` is told of a layer of which other experts became ready, or none any more; `on_withdrawn` of a
+        slice that was ready and will not be any more, without having been dropped: as `load` reports it."""
         self._kernels = kernels
         self._device = device
         self._threads = threads
@@ -184,7 +184,7 @@ class SliceHolder:
         return known
 
     def suspect(self, model_id: str, number: int, experts: Sequence[int]) -> None:
-        """A result with these experts was not finite: their slices answer nothing until they have proved themselves again.
+        """A result with these experts was not finite: their slices answer nothing until they have been proved again.
 
         Those that cannot are dropped, and the parent is told. One bad input must not cost a slice for good, nor one bad
         slice all later calls.

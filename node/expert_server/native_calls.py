@@ -1,7 +1,8 @@
-"""Calls over WebSockets answered by a native thread per connection, without the event loop (kernels/src/call_server.hpp).
+"""Calls over WebSockets answered by a native thread per connection, without the event loop.
 
-Native code answers calls that are right in every respect. Every other message comes back to the event loop, and is
-answered as one that was posted: what is refused, and how, is decided in one place.
+Native code (kernels/src/expert_server/call_server.hpp) answers calls that are right in every respect. Every other
+message comes back to the event loop, and is answered as one that was posted: what is refused, and how, is decided in
+one place.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ class NativeCalls:
     ) -> None:
         """Takes a connection over, whose upgrade has been answered and whose transport does not read; until it ends.
 
-        `answer` is asked for the messages that are not a call right in every respect. The transport is closed afterwards. Raises OSError when there are no descriptors left.
+        `answer` is asked for the messages that are not a call right in every respect. The transport is closed
+        afterwards. Raises OSError when there are no descriptors left.
         """
         loop = self._loop
         ended: asyncio.Future[None] = loop.create_future()

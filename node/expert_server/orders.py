@@ -28,7 +28,7 @@ STATISTICS_PERIOD_S = 1.0
 
 
 class Parent:
-    """Who started this process: is told things, and may be gone. `stopped` is set when it wants the end, or has ended."""
+    """Who started this process, and is told things. `stopped` is set when it wants this process to end, or is gone."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out

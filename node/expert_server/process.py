@@ -41,8 +41,9 @@ SERVER_COMMAND = (*PYTHON_MODULE, "node.expert_server")
 
 @dataclass(frozen=True)
 class SliceOrder:
-    """A slice to load. `tensors`: per name `type`, `ne` and `parts`, as in docs/protocol.md ("Expert control"). `sha256`:
-    of each expert's bytes, 64 hex digits each, as the model's manifest says; empty: they are not compared."""
+    """A slice to load. `tensors`: per name `type`, `ne` and `parts`, as in docs/protocol.md ("Expert control").
+    `sha256`: of each expert's bytes, 64 hex digits each, as the model's manifest says; empty: they are not
+    compared."""
 
     slice: Slice
     tensors: Mapping[str, Mapping[str, Any]]
@@ -51,8 +52,8 @@ class SliceOrder:
 
 @dataclass(frozen=True)
 class SliceAnswer:
-    """What became of a slice order. `reason` is why it failed, None when the slice is ready. `note`: why a slice that is
-    ready is not on the device that it was meant for."""
+    """What became of a slice order. `reason` is why it failed, None when the slice is ready. `note`: why a slice that
+    is ready is not on the device that it was meant for."""
 
     slice: Slice
     memory_bytes: int
@@ -100,14 +101,14 @@ class ExpertProcess:
         on_event: Callable[[ProcessEvent], None] | None = None,
         on_withdrawn: Callable[[str, SliceAnswer], None] = lambda model, answer: None,
     ) -> None:
-        """`host`: an address to listen on, or `*` for all of this machine. `environment` is added to this process's; `stderr`
-        is appended to (None: this process's). A process that does not listen within `start_within_s` is ended; an emulated
-        one takes longer than others. `measures_speed`: whether the server shall measure its device when it starts; it is
-        not asked again after a crash.
+        """`host`: an address to listen on, or `*` for all of this machine. `environment` is added to this process's;
+        `stderr` is appended to (None: this process's). A process that does not listen within `start_within_s` is
+        ended; an emulated one takes longer than others. `measures_speed`: whether the server shall measure its device
+        when it starts; it is not asked again after a crash.
 
-        `check_files` is called in a thread with a model's id before its slices are loaded again after a crash; it raises
-        SwarmError when the files are not what they were. `on_withdrawn` is told of a slice of a model that was ready and
-        is not any more, and why.
+        `check_files` is called in a thread with a model's id before its slices are loaded again after a crash; it
+        raises SwarmError when the files are not what they were. `on_withdrawn` is told of a slice of a model that was
+        ready and is not any more, and why.
         """
         self.name = name
         self._options: dict[str, str | int] = {

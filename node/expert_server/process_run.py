@@ -1,4 +1,4 @@
-"""One life of an expert server process: orders go to its stdin, answers and news come from its stdout, until it ends."""
+"""One life of an expert server process: orders go to its stdin, answers and news come from its stdout."""
 
 from __future__ import annotations
 
@@ -57,8 +57,9 @@ class ProcessRun:
     ) -> ProcessRun:
         """Starts the process; `environment` is added to this one's, `stderr` appended to.
 
-        `on_told` gets each message that answers no order; KeyError, TypeError and ValueError from it mean that the message
-        makes no sense. `on_exit` is called with the cause and the return code when the process has ended. Raises OSError.
+        `on_told` gets each message that answers no order; KeyError, TypeError and ValueError from it mean that the
+        message makes no sense. `on_exit` is called with the cause and the return code when the process has ended.
+        Raises OSError.
         """
         with contextlib.ExitStack() as files:
             log_file = None if stderr is None else files.enter_context(stderr.open("ab"))

@@ -1,4 +1,4 @@
-"""A slice's proof: what its device answers for every expert, beside what it should (node/expert_server/admission.py)."""
+"""A slice's proof: what its device answers for every expert, beside what admission.py says that it should."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SliceUnfit(SwarmError):
 
 
 class Prover:
-    """Has slices prove themselves; not `enabled`, all pass, which is for measuring what is wrong. On the loop's thread."""
+    """Has slices prove themselves, on the loop's thread. Not `enabled`, all pass: to measure what is wrong."""
 
     def __init__(self, kernels: ModuleType, compute: ComputeQueue, threads: int, *, enabled: bool = True) -> None:
         self._kernels = kernels
@@ -67,7 +67,7 @@ class Prover:
 
 
 def _expected(golden: Golden, wanted: HeldSlice, expert: int) -> Any:
-    """What an expert should answer, from the bytes that the model has. Raises SwarmError for others, OSError, ValueError."""
+    """What an expert should answer, from the model's bytes. Raises SwarmError for others, OSError, ValueError."""
     first, last = wanted.slice.first, wanted.slice.last
     if wanted.sha256 and golden.sha256(first, last, expert) != wanted.sha256[expert - first]:
         raise SwarmError(

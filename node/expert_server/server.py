@@ -70,8 +70,9 @@ class ExpertServer:
         self._listeners: list[asyncio.Server] = []
 
     async def listen(self, host: str, port: int) -> int:
-        """Starts to answer; returns the port. ``host``: an address, or EVERY_ADDRESS. Raises OSError when it cannot be used."""
-        # One port for both: the node's record names one, and callers come to the address at which the node answered them.
+        """Starts to answer; returns the port. `host`: an address, or EVERY_ADDRESS. Raises OSError if it cannot."""
+        # One port for both: the node's record names one, and callers come to the address at which the node answered
+        # them.
         for address in ("0.0.0.0", "::") if host == EVERY_ADDRESS else (host,):
             try:
                 listener = await self._loop.create_server(self._http, address, port, reuse_address=True)

@@ -1,7 +1,7 @@
 """The channel between this process and the Swarm backend in its llama-server (docs/protocol.md, "Router control").
 
-The backend connects to a Unix socket. Routing tables, holds and requests for traces go to it; what it uses, what it could
-not compute and its statistics come back.
+The backend connects to a Unix socket. Routing tables, holds and requests for traces go to it; what it uses, what it
+could not compute and its statistics come back.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class RouterEngine:
         return self._server.process
 
     def set_table(self, table: RoutingTable) -> None:
-        """Gives the backend a new table, used from its next layer on, and for what of the present one must be tried again.
+        """Gives the backend a new table, used from its next layer on, and where the present one must be tried again.
 
         Whether the backend has taken it says ``table_in_use``; why it has not, ``table_problem``.
         """
@@ -90,7 +90,7 @@ class RouterEngine:
         return self._control.table_problem
 
     def hold(self, ms: int) -> None:
-        """Lets the backend begin no layer within the next ``ms``, at most HOLD_MS_MAX; 0 ends that. The last call counts."""
+        """Lets the backend begin no layer within the next ``ms``, at most HOLD_MS_MAX; 0 ends that. The last counts."""
         self._control.hold(ms)
         self._held_until_s = asyncio.get_running_loop().time() + ms / 1000
 
@@ -114,8 +114,8 @@ class RouterEngine:
     async def metrics_text(self, session: aiohttp.ClientSession) -> str:
         """llama-server's metrics in Prometheus' text format, at most 64 KiB.
 
-        Raises RouterEngineError when it does not give them within 2 s, and at once during a hold, which they would undo:
-        they are one of the results that must not come.
+        Raises RouterEngineError when it does not give them within 2 s, and at once during a hold, which they would
+        undo: they are one of the results that must not come.
         """
         if asyncio.get_running_loop().time() < self._held_until_s:
             raise RouterEngineError("llama-server gives no metrics: it is being held")
@@ -152,8 +152,8 @@ async def router_engine(
 ) -> AsyncIterator[RouterEngine]:
     """Starts llama-server on ``model_path`` and waits until it answers; ends it on leaving, within 4 s.
 
-    ``environment`` is added to llama-server's. Every slice of ``table`` must be ready: llama-server decodes a small batch
-    of its own at start. Raises RouterEngineError.
+    ``environment`` is added to llama-server's. Every slice of ``table`` must be ready: llama-server decodes a small
+    batch of its own at start. Raises RouterEngineError.
     """
     control = Control(table, on_failure)
     async with (

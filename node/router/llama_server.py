@@ -1,4 +1,4 @@
-"""llama-server as a process of this program: started on loopback with a key of its own, awaited, ended.
+"""llama-server as a child process: started on loopback with a key of its own, awaited, ended.
 
 It is the router's engine with the Swarm backend, and stock llama.cpp without it.
 """

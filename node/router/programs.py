@@ -19,8 +19,8 @@ from node.errors import ModelError
 from node.models.index import ModelIndex
 from node.paths import cache_dir
 
-# Names of the tensors that leave the router, as llama.cpp's --override-tensor takes it. Look-alikes such as ffn_norm_exps,
-# a norm of Arctic, and chunked experts (chexps), whose ids are another set, stay with the trunk.
+# Names of the tensors that leave the router, as llama.cpp's --override-tensor takes it. Look-alikes such as
+# ffn_norm_exps, a norm of Arctic, and chunked experts (chexps), whose ids are another set, stay with the trunk.
 EXPERT_TENSOR_PATTERN = r"blk\.[0-9]+\.ffn_(gate|up|down|gate_up)_exps\.(weight|bias|scale)"
 
 # llama.cpp's graph of a model of 128 layers takes seconds to build on a slow machine; a minute means it hangs.

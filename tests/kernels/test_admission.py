@@ -1,4 +1,5 @@
-"""Slices that answer wrongly are never admitted, and one that begins to is withdrawn: the real kernels, with faults built in."""
+"""Slices that answer wrongly are never admitted, and one that begins to is withdrawn: the real kernels, with faults
+built in."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def test_a_check_that_raises_is_a_finding(capsys: pytest.CaptureFixture[str], mo
 
 
 def test_compiled_backends_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """INST-4: what was asked for at the build, to be seen without a GPU."""
+    """What was asked for at the build, to be seen without a GPU."""
     backends = doctor_machine.compiled_backends()
     assert "cpu" in backends
     assert not {"base", "rpc", ""} & set(backends)
@@ -147,7 +147,7 @@ def test_compiled_backends_are_named(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_backend_without_a_device(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """INST-4: built for a GPU, and the CPU would compute in its place without a word."""
+    """Built for a GPU, and the CPU would compute in its place without a word."""
     cpus = [device for device in kernels.devices() if device.type == "cpu"]
     monkeypatch.setattr(kernels, "devices", lambda: cpus)
     monkeypatch.setattr(doctor_machine, "compiled_backends", lambda: ["cpu", "cuda"])
@@ -174,7 +174,8 @@ def test_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
         ("kill -ILL $$", "ended by SIGILL"),
         (
             """echo '{"device": "X", "errors": {"f32": 0.5}, "wrong": {"f32": "a row differs"}, "unable": ["q8_0"]}'""",
-            "wrong numbers on X, 1 types of weights off the reference by 5.0e-01 (F32) to 5.0e-01 (F32); it cannot compute Q8_0. F32: a row differs",
+            "wrong numbers on X, 1 types of weights off the reference by 5.0e-01 (F32) to 5.0e-01 (F32); "
+            "it cannot compute Q8_0. F32: a row differs",
         ),
         (
             """echo '{"device": "X", "errors": {}, "wrong": {}, "unable": ["f32"]}'""",

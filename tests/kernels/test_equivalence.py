@@ -107,7 +107,8 @@ def test_shapes_that_differ_are_refused() -> None:
 
 @pytest.mark.parametrize("type", LAYER_TYPES)
 def test_the_noise_of_this_cpu_is_within_the_limits_and_faults_are_not(type: str, tmp_path: Path) -> None:
-    """The measurement that kernels/tolerances.py tells of, on other seeds; and that each limit is no looser than it need be."""
+    """The measurement that kernels/tolerances.py tells of, on other seeds; and that each limit is no looser than it
+    need be."""
     n_expert, n_embd, n_ff = 8, 512, 256
     layer = Layer(SWIGLU, random_layer(type, n_expert, n_embd, n_ff, seed=7), n_expert, tmp_path / "layer")
     store = layer.held()
@@ -120,7 +121,8 @@ def test_the_noise_of_this_cpu_is_within_the_limits_and_faults_are_not(type: str
         tally = compare(a, b, pairs.expert)
         found = tally.result()
         print(
-            f"{type}, {n_rows} rows: relative L2 {found.relative_l2:.2e}, row {found.worst_row:.2e}, gain {found.gain_deviation:.2e}"
+            f"{type}, {n_rows} rows: relative L2 {found.relative_l2:.2e}, row {found.worst_row:.2e}, "
+            f"gain {found.gain_deviation:.2e}"
         )
         assert {e: problem(one, allowed, n_ff) for e, one in tally.experts().items()} == dict.fromkeys(
             range(n_expert), ""

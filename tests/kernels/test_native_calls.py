@@ -129,7 +129,8 @@ async def by_socket(opened: aiohttp.ClientWebSocketResponse, body: bytes) -> byt
 
 
 async def settled(session: aiohttp.ClientSession, process: ExpertProcess, answer: bytes) -> bytes:
-    """The answer; after one that may have been of a result that was not finite, once the slices have proved themselves again."""
+    """The answer; after one that may have been of a result that was not finite, once the slices have proved
+    themselves again."""
     if msgpack.unpackb(answer).get("error", {}).get("kind") == "failed":
 
         async def is_ready() -> bool:

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import kernels
-from kernels import reference
+from kernels import activations, reference
 from rigs.layers import SWIGLU, program
 from rigs.program_texts import BAD_TEXTS
 from rigs.timing import cheaply
@@ -49,9 +49,9 @@ names = st.text("abcdefghijklmnopqrstuvwxyz0123456789_.", min_size=1, max_size=6
 reals = st.floats(width=32, allow_nan=False).map(c_hexadecimal)
 int32 = st.integers(-(2**31), 2**31 - 1)
 precision = st.just("") | st.tuples(int32, int32).filter(any).map(lambda p: f" prec={p[0]},{p[1]}")
-glu_kinds = st.sampled_from(tuple(reference._GLU))
-limited_kinds = st.sampled_from(tuple(reference._LIMITED_GLU))
-unary_kinds = st.sampled_from(tuple(reference._UNARY))
+glu_kinds = st.sampled_from(tuple(activations.GLU))
+limited_kinds = st.sampled_from(tuple(activations.LIMITED_GLU))
+unary_kinds = st.sampled_from(tuple(activations.UNARY))
 
 
 @st.composite

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 import kernels
-from kernels import reference
+from kernels import activations, reference
 from kernels.equivalence import compare
 from kernels.tolerances import problem, tolerance
 from rigs.layers import SWIGLU, Floats, Layer, Pairs, float_tensors, hidden, program
@@ -61,7 +61,7 @@ ROUTED = ([0, 1, 5, 6], [0, 3, 5, 7], [4, 2, 3, 0], [7, 6, 4, 2], [1, 0, 6, 5], 
 @pytest.mark.parametrize("type", ["f16", "q8_0", "q4_K"])
 @pytest.mark.parametrize("n_tokens", [1, 2, 8, 9, 16, 32, 33])
 def test_a_node_computes_its_own_pairs_of_each_row(type: str, n_tokens: int, tmp_path: Path) -> None:
-    """COMP-1: a node with experts 2 to 4 of 8 gets its pairs of every token, of which some have none."""
+    """A node with experts 2 to 4 of 8 gets its pairs of every token, of which some have none."""
     layer = Layer(SWIGLU, random_layer(type, 8, 256, 256), 8, tmp_path / "layer")
     store = layer.held((2, 4))
     for shift in range(len(ROUTED)):
@@ -176,7 +176,7 @@ SLICES = ((0, 2), (3, 6), (7, 7))
 
 @pytest.mark.parametrize("type", LAYER_TYPES)
 def test_any_slicing_gives_the_same_bits(type: str, tmp_path: Path) -> None:
-    """COMP-2: eight experts as one slice, as three slices of one store, and as three stores."""
+    """Eight experts as one slice, as three slices of one store, and as three stores."""
     layer = Layer(SWIGLU, random_layer(type, 8, 256, 256), 8, tmp_path / "layer")
     whole, together = layer.held(), layer.held(*reversed(SLICES))
     alone = [layer.held(part) for part in SLICES]
@@ -251,7 +251,7 @@ def test_any_number_of_threads_gives_the_same_bits(type: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("part", SLICES)
 def test_each_slice_computes_its_experts_and_no_others(part: tuple[int, int], tmp_path: Path) -> None:
-    """COMP-2: routing forced to one slice, in particular to those that do not begin at expert 0."""
+    """Routing forced to one slice, in particular to those that do not begin at expert 0."""
     layer = Layer(SWIGLU, random_layer("q8_0", 8, 256, 256), 8, tmp_path / "layer")
     store = layer.held(part)
     first, last = part
@@ -295,7 +295,7 @@ def test_layers_of_one_store_are_independent(tmp_path: Path) -> None:
         assert got.tobytes() == layer.call(layer.held((1, 3)), h, pairs, "rows").tobytes()
 
 
-# --- the program decides (COMP-5) ---
+# --- the program decides ---
 
 N_IN, N_FF, N_EXPERT = 64, 96, 6
 
@@ -406,14 +406,14 @@ def test_programs(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("of_cut", [False, True])
-@pytest.mark.parametrize("kind", reference._UNARY)
+@pytest.mark.parametrize("kind", activations.UNARY)
 def test_every_unary_step(kind: str, of_cut: bool, tmp_path: Path) -> None:
     steps = ("matmul gate_up h", f"cut %0 {N_FF} {N_FF}") if of_cut else ("matmul up h", "scale %0 0x1p-1 0x0p+0")
     check_program(program(*steps, f"unary {kind} %1", "%2"), tmp_path, 1e-6 if kind in COARSE else 1e-11)
 
 
 @pytest.mark.parametrize("of_cut", [False, True])
-@pytest.mark.parametrize("kind", (*reference._GLU, *reference._LIMITED_GLU))
+@pytest.mark.parametrize("kind", (*activations.GLU, *activations.LIMITED_GLU))
 def test_every_glu_step(kind: str, of_cut: bool, tmp_path: Path) -> None:
     limits = {"swiglu_oai": f" {ALPHA} {LIMIT}", "swiglu_clamp": f" 0x0p+0 {LIMIT}"}.get(kind, "")
     if of_cut:

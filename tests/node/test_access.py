@@ -106,7 +106,8 @@ def test_new_keys_differ() -> None:
         ("0b" * 22, "000102030405060708090a0b0c", "f0f1f2f3f4f5f6f7f8f9", 42,
          "3cb25f25faacd57a90434f64d0362f2a2d2d0a90cf1a5a4c5db02d56ecc4c5bf34007208d5b887185865"),
         (bytes(range(0x50)).hex(), bytes(range(0x60, 0xB0)).hex(), bytes(range(0xB0, 0x100)).hex(), 82,
-         "b11e398dc80327a1c8e7f78c596a49344f012eda2d4efad8a050cc4c19afa97c59045a99cac7827271cb41c65e590e09da3275600c2f09b8"
+         "b11e398dc80327a1c8e7f78c596a49344f012eda2d4efad8a050cc4c19afa97c"
+         "59045a99cac7827271cb41c65e590e09da3275600c2f09b8"
          "367793a9aca3db71cc30c58179ec3e87c14c01d5c1f3434f1d87"),
         ("0b" * 22, "", "", 42, "8da4e775a563c18f715f802a063c5a31b8a11f5c5ee1879ec3454e5f3c738d2d9d201395faa4b61a96c8"),
     ],
@@ -315,8 +316,10 @@ def test_no_nonce_is_taken_twice(steps: list[tuple[float, int]], max_used: int) 
 
 @pytest.mark.parametrize(
     "address",
-    ["127.0.0.1", "127.255.0.9", "10.0.0.0", "10.255.255.255", "172.16.0.1", "172.31.255.255", "192.168.3.4", "169.254.1.1",
-     "100.64.0.0", "100.127.255.255", "::1", "fe80::1", "fe80::1%eth0", "febf::1", "fc00::1", "fdff::1", "::ffff:10.1.2.3",
+    ["127.0.0.1", "127.255.0.9", "10.0.0.0", "10.255.255.255", "172.16.0.1", "172.31.255.255", "192.168.3.4",
+     "169.254.1.1",
+     "100.64.0.0", "100.127.255.255", "::1", "fe80::1", "fe80::1%eth0", "febf::1", "fc00::1", "fdff::1",
+     "::ffff:10.1.2.3",
      "::ffff:127.0.0.1"],
 )  # fmt: skip
 def test_private(address: str) -> None:
@@ -325,8 +328,10 @@ def test_private(address: str) -> None:
 
 @pytest.mark.parametrize(
     "address",
-    ["8.8.8.8", "9.255.255.255", "11.0.0.0", "172.15.255.255", "172.32.0.0", "192.167.255.255", "192.169.0.0", "100.63.255.255",
-     "100.128.0.0", "169.253.0.0", "0.0.0.0", "255.255.255.255", "224.0.0.1", "192.0.2.1", "::", "::2", "2001:db8::1", "fec0::1",
+    ["8.8.8.8", "9.255.255.255", "11.0.0.0", "172.15.255.255", "172.32.0.0", "192.167.255.255", "192.169.0.0",
+     "100.63.255.255",
+     "100.128.0.0", "169.253.0.0", "0.0.0.0", "255.255.255.255", "224.0.0.1", "192.0.2.1", "::", "::2",
+     "2001:db8::1", "fec0::1",
      "fe00::1", "fbff::1", "fe7f::", "ff02::1", "::ffff:8.8.8.8", "64:ff9b::a00:1", "2002:a00:1::", "::10.0.0.1"],
 )  # fmt: skip
 def test_not_private(address: str) -> None:
@@ -358,8 +363,10 @@ OWN: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     "host",
-    ["localhost", "localhost:4100", "LocalHost.:4100", "127.0.0.1:4100", "127.8.8.8", "[::1]:4100", "[::ffff:127.0.0.1]", "alpha:1",
-     "ALPHA.local", "alpha.local.:4100", "192.168.1.5:4100", "[fe80::5]:4100", "[fe80::5%eth0]", "[2001:DB8:0::5]", "chat.example",
+    ["localhost", "localhost:4100", "LocalHost.:4100", "127.0.0.1:4100", "127.8.8.8", "[::1]:4100",
+     "[::ffff:127.0.0.1]", "alpha:1",
+     "ALPHA.local", "alpha.local.:4100", "192.168.1.5:4100", "[fe80::5]:4100", "[fe80::5%eth0]", "[2001:DB8:0::5]",
+     "chat.example",
      "chat.example:99", "proxy.example:8443", "10.9.9.9:1", "[fd00::9]:80", "[fd00::8]:7", "[::ffff:192.168.1.5]:4100"],
 )  # fmt: skip
 def test_own_hosts(host: str) -> None:
@@ -368,9 +375,12 @@ def test_own_hosts(host: str) -> None:
 
 @pytest.mark.parametrize(
     "host",
-    [None, "", "evil.example", "evil.example:4100", "alpha.evil.example", "evilalpha", "localhost.evil.example", "127.0.0.1.evil.example",
-     "192.168.1.6", "proxy.example", "proxy.example:80", "[fd00::9]", "[fd00::9]:81", "alpha:", "alpha:x", "alpha:4100:1", "alpha alpha",
-     "alpha,evil", "user@alpha", "alpha/", "[::1", "::1", "[alpha]", "[evil.example]", "http://alpha", "0.0.0.0", "[::]",
+    [None, "", "evil.example", "evil.example:4100", "alpha.evil.example", "evilalpha", "localhost.evil.example",
+     "127.0.0.1.evil.example",
+     "192.168.1.6", "proxy.example", "proxy.example:80", "[fd00::9]", "[fd00::9]:81", "alpha:", "alpha:x",
+     "alpha:4100:1", "alpha alpha",
+     "alpha,evil", "user@alpha", "alpha/", "[::1", "::1", "[alpha]", "[evil.example]", "http://alpha", "0.0.0.0",
+     "[::]",
      "alpha\n", "alpha:４１００", "2130706433", "0x7f.0.0.1", "127.1", "alpha.local..", "localhost:999999"],
 )  # fmt: skip
 def test_other_hosts(host: str | None) -> None:
@@ -386,9 +396,12 @@ def test_any_host_is_answered(host: str) -> None:
     ("origin", "host"),
     [
         (None, "alpha:4100"), (None, None), ("http://alpha:4100", "alpha:4100"), ("http://ALPHA:4100", "alpha.:4100"),
-        ("http://alpha", "alpha"), ("http://alpha", "alpha:80"), ("http://alpha:80", "alpha"), ("https://chat.example", "chat.example"),
-        ("https://chat.example", "chat.example:443"), ("http://[::1]:4100", "[::1]:4100"), ("http://[0::1]:4100", "[::1]:4100"),
-        ("https://ui.example", "alpha:4100"), ("https://ui.example:443", "alpha:4100"), ("http://ui.example:3000", "alpha:4100"),
+        ("http://alpha", "alpha"), ("http://alpha", "alpha:80"), ("http://alpha:80", "alpha"),
+         ("https://chat.example", "chat.example"),
+        ("https://chat.example", "chat.example:443"), ("http://[::1]:4100", "[::1]:4100"), ("http://[0::1]:4100",
+         "[::1]:4100"),
+        ("https://ui.example", "alpha:4100"), ("https://ui.example:443", "alpha:4100"), ("http://ui.example:3000",
+         "alpha:4100"),
     ],
 )  # fmt: skip
 def test_own_and_allowed_origins(origin: str | None, host: str | None) -> None:
@@ -397,10 +410,13 @@ def test_own_and_allowed_origins(origin: str | None, host: str | None) -> None:
 
 @pytest.mark.parametrize(
     "origin",
-    ["", "null", "*", "http://evil.example", "http://alpha:4101", "http://alpha", "https://alpha:80", "http://alpha:4100/",
-     "http://alpha:4100.evil.example", "http://evil.example@alpha:4100", "http://alpha:4100 http://alpha:4100", "file://", "ftp://alpha:4100",
+    ["", "null", "*", "http://evil.example", "http://alpha:4101", "http://alpha", "https://alpha:80",
+     "http://alpha:4100/",
+     "http://alpha:4100.evil.example", "http://evil.example@alpha:4100", "http://alpha:4100 http://alpha:4100",
+     "file://", "ftp://alpha:4100",
      "chrome-extension://alpha:4100", "http://ui.example", "https://ui.example:3000", "https://ui.example.evil.example",
-     "https://ui.example\n", "http://", "alpha:4100", "http://alpha:4100#", "http://alpha:4100\\@evil.example", "http://localhost:4100"],
+     "https://ui.example\n", "http://", "alpha:4100", "http://alpha:4100#", "http://alpha:4100\\@evil.example",
+     "http://localhost:4100"],
 )  # fmt: skip
 def test_other_origins(origin: str) -> None:
     assert not origin_allowed(
@@ -433,7 +449,8 @@ def test_any_origin_is_answered(origin: str, host: str | None) -> None:
 
 @pytest.mark.parametrize("origin", ["http://evil.example", "http://evil.example:4100"])
 def test_dns_rebinding(origin: str) -> None:
-    """The page's own name points at this node: same origin, by the browser's rule, and so it is the Host that must fail."""
+    """The page's own name points at this node: same origin, by the browser's rule, and so it is the Host that must
+    fail."""
     host = origin.removeprefix("http://")
     assert origin_allowed(origin, host=host) and not host_allowed(host, **OWN)
 
@@ -441,8 +458,10 @@ def test_dns_rebinding(origin: str) -> None:
 def test_content_types() -> None:
     for good in ("application/json", "Application/JSON; charset=utf-8", " application/json ;x=y"):
         assert is_json(good)
-    for bad in (None, "", "text/plain", "application/jsonp", "text/plain;application/json", "application/x-www-form-urlencoded",
-                "multipart/form-data; boundary=application/json", "application/json, text/plain", "text/json"):  # fmt: skip
+    for bad in (None, "", "text/plain", "application/jsonp", "text/plain;application/json",
+    "application/x-www-form-urlencoded",
+                "multipart/form-data; boundary=application/json", "application/json, text/plain",
+                "text/json"):  # fmt: skip
         assert not is_json(bad)
 
 

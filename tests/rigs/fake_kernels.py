@@ -56,7 +56,8 @@ class TensorSource:
 
 
 def expert_rows(program_text, tensors, number, n_experts, h, weight):
-    """What the store computes but for its faults. `parts` say layer and first expert by their offset: server_rig.order."""
+    """What the store computes but for its faults. `parts` say layer and first expert by their offset:
+    server_rig.order."""
     (tensor,) = tensors.values()
     n_in, n_out = tensor.ne
     layer, first = divmod(tensor.parts[0][1], 1000)

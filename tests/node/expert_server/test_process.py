@@ -1,4 +1,4 @@
-"""The parent's side of the expert server: orders, crashes and restarts (FAIL-3), and a child that never outlives it."""
+"""The parent's side of the expert server: orders, crashes and restarts, and a child that never outlives it."""
 
 import asyncio
 import contextlib
@@ -263,7 +263,8 @@ async def test_counters_and_memory_outlive_a_crash() -> None:
 
 def test_a_parent_that_reads_nothing_does_not_hold_up_calls() -> None:
     """Its pipe is full at last; then the counters wait, and not the server."""
-    source = f"import node.expert_server.orders as s; s.STATISTICS_PERIOD_S = 0; import runpy; runpy.run_path({COMMAND[1]!r})"
+    source = "import node.expert_server.orders as s; s.STATISTICS_PERIOD_S = 0; import runpy; "
+    source += f"runpy.run_path({COMMAND[1]!r})"
     child = subprocess.Popen(
         [COMMAND[0], "-c", source, "--port", "0"],
         stdin=subprocess.PIPE,

@@ -240,7 +240,7 @@ async def test_other_paths_and_methods(session: aiohttp.ClientSession, process: 
             assert response.status == status, (method, path)
 
 
-# --- limits (PERF-1)
+# --- limits
 
 WIDE = {"n_in": 4096, "n_out": 4096}
 
@@ -293,7 +293,8 @@ async def test_too_large_bodies_are_refused_before_they_are_read(session: aiohtt
         async with session.ws_connect(url(process), max_msg_size=0) as socket_:
             transport = socket_.get_extra_info("socket")
             assert transport is not None
-            socket_._writer.transport.write(struct.pack(">BBQ", 0x82, 0xFF, limit + 1) + bytes(4))  # type: ignore[attr-defined]
+            header = struct.pack(">BBQ", 0x82, 0xFF, limit + 1) + bytes(4)
+            socket_._writer.transport.write(header)  # type: ignore[attr-defined]
             message = await socket_.receive(timeout=5)
             assert (message.type, message.data) == (aiohttp.WSMsgType.CLOSE, 1009)
 
@@ -414,7 +415,7 @@ async def test_at_most_64_connections(session: aiohttp.ClientSession, process: E
     await until(lambda: _connections(session, process, 1))
 
 
-# --- queue and deadline (FAIL-1)
+# --- queue and deadline
 
 
 async def test_calls_beyond_the_queue_or_the_deadline_are_refused() -> None:

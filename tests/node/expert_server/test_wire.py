@@ -1,4 +1,4 @@
-"""The expert call's messages: golden bytes, round trips, number formats, refusal of all that is malformed (SEC-1)."""
+"""The expert call's messages: golden bytes, round trips, number formats, refusal of all that is malformed."""
 
 import random
 import re
