@@ -26,7 +26,7 @@ def _gelu_erf(x: Array) -> Array:
     return 0.5 * x * (1.0 + np.asarray(erf(x / math.sqrt(2.0)), dtype=np.float64))
 
 
-#: Of one value, by the name that a layer program gives.
+#: Functions of one value, by the name that a layer program gives.
 UNARY: Mapping[str, Callable[[Array], Array]] = {
     "silu": lambda x: x * _sigmoid(x),
     "gelu": _gelu,
@@ -41,7 +41,7 @@ UNARY: Mapping[str, Callable[[Array], Array]] = {
     "softplus": lambda x: np.logaddexp(0.0, x),
 }
 
-#: Of a gate and a value.
+#: Functions of a gate and a value.
 GLU: Mapping[str, Callable[[Array, Array], Array]] = {
     "reglu": lambda gate, up: np.maximum(gate, 0.0) * up,
     "geglu": lambda gate, up: _gelu(gate) * up,
@@ -61,7 +61,7 @@ def _swiglu_clamp(gate: Array, up: Array, _alpha: float, limit: float) -> Array:
     return gate * _sigmoid(gate) * np.clip(up, -limit, limit)
 
 
-#: Of a gate and a value, with the steepness and the limit that the program gives.
+#: Functions of a gate and a value, with the steepness and the limit that the program gives.
 LIMITED_GLU: Mapping[str, Callable[[Array, Array, float, float], Array]] = {
     "swiglu_oai": _swiglu_oai,
     "swiglu_clamp": _swiglu_clamp,

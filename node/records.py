@@ -57,7 +57,7 @@ class Model(msgspec.Struct, frozen=True):
     n_expert: Count
     trunk_bytes: Count
     expert_bytes: Count
-    # Of a file with another one, no byte need be read to know that it is not this model.
+    # A file with another header is not this model: to know that, no byte of it need be read.
     header: Annotated[str, Meta(pattern="^([0-9a-f]{32})?\\Z")] = ""
 
 

@@ -69,7 +69,7 @@ class Golden:
     ) -> None:
         self._kernels = kernels
         self._program = program
-        #: Of all tensors, also those that the program does not use, by name.
+        # Where each tensor's bytes are, by name, also of those that the program does not use.
         self._all = {
             name: kernels.TensorSource(
                 str(tensor["type"]),

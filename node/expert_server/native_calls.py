@@ -75,7 +75,7 @@ class NativeCalls:
         return int(self._server.waiting)
 
     def counters(self) -> dict[str, int]:
-        """Of the calls answered: as ExpertCalls.counters."""
+        """Numbers of the calls answered here, named as in ExpertCalls.counters."""
         return dict(self._server.counters())
 
     def renew(self, limit_bytes: int) -> None:

@@ -1,5 +1,21 @@
 """The expert call's messages, as docs/protocol.md defines them: encoding, strict decoding, limits. No I/O.
 
+A request is a msgpack map:
+
+    v, id         uint, uint64       version; the caller's number, echoed
+    model         str                1 to 64 of [0-9a-z-]
+    program       uint64             digest of the layer's program
+    term, layer   uint64, int32      the router's term
+    reduce, rows  str, int32         rows: a row back per pair, sum: one per row; n_rows
+    dtype         str                of h and y: f32, bf16, f16
+    h             bin                [n_rows, or n_pairs for an input of pairs; n_in]
+    row, expert   bin, int32 each    [n_pairs]
+    weight        bin, float32 each  [n_pairs]; left out if the program uses none
+    deadline_ms   uint64
+
+A reply: v, id, y (bin, [n_pairs or n_rows, n_out]), compute_us, queue_us (uint); or v, id and error, a map of kind,
+message (str), layer (int; -1: unknown), experts (array of int) and retry (bool).
+
 Nothing in a message is trusted: a field is checked for type and range, every length against what the fields before it
 imply, and only then an array is made, as a view of the body where format and alignment allow it.
 """
@@ -246,7 +262,7 @@ def encode_error(error: CallError) -> bytes:
 
 
 def decode_error(body: Body) -> CallError:
-    """Raises MalformedMessage, UnsupportedVersion."""
+    """The error that a message holds. Raises MalformedMessage, UnsupportedVersion."""
     return _error(_open(body))
 
 

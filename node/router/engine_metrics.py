@@ -60,7 +60,7 @@ class EngineMetrics:
         #: Tokens by the names above; expert calls as (what, node), node "" for all together.
         self.tokens: Counters[str] = Counters()
         self.calls: Counters[tuple[str, str]] = Counters()
-        #: Of one request alone, as measured over those that ended last; 0 before the first.
+        #: Speeds of one request alone, as measured over those that ended last; 0 before the first.
         self.prompt_tokens_per_s = 0.0
         self.generated_tokens_per_s = 0.0
         #: Requests that llama-server works on, and those that it has queued itself.

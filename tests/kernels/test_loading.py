@@ -234,7 +234,7 @@ def test_slices_of_a_layer_have_one_program_and_size(tmp_path: Path) -> None:
 
 
 def test_overlapping_loads_at_the_same_time(tmp_path: Path) -> None:
-    """Of loads of the same slice that run together one wins."""
+    """One wins of several loads of the same slice that run together."""
     layer = Layer(SWIGLU, random_layer("q8_0", 8, 512, 512), 8, tmp_path / "layer")
     for _ in range(5):
         store = kernels.ExpertStore("CPU", 1)

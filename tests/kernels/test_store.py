@@ -20,7 +20,7 @@ N_ROWS = (1, 2, 7, 8, 9, 33, 512)
 
 
 def cosines(a: NDArray[np.floating], b: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Of each row of a with the same row of b."""
+    """The cosine of each row of a and the same row of b."""
     x = a.astype(np.float64)
     return np.asarray((x * b).sum(1) / np.sqrt((x * x).sum(1) * (b * b).sum(1)))
 

@@ -109,7 +109,7 @@ def test_every_expert_tensor_in_one_type(type: str, tmp_path: Path) -> None:
 
 
 def test_sizes_of_the_named_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the published models' Q4_K_M files: 18.6 GB; and 1.57 GB of experts in a layer."""
+    """The published models' Q4_K_M files have 18.6 GB, and 1.57 GB of experts in a layer."""
     needed = {}
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 0))
     for name, shape in SHAPES.items():
