@@ -184,7 +184,7 @@ class _Tensors:
             self.add_experts(layer, prefix)
 
     def _more_bits(self, layer: int) -> str:
-        """What llama-quantize chooses for attn_v and ffn_down in Q4_K_M of the whole model, however little is written."""
+        """The type of attn_v and ffn_down in llama-quantize's Q4_K_M of the whole model, however little is written."""
         n = self.shape.n_layer
         more = layer < n // 8 or layer >= 7 * n // 8 or (layer - n // 8) % 3 == 2
         return "q6_K" if more else "q4_K"
