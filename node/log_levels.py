@@ -17,7 +17,10 @@ from pathlib import Path
 
 LEVELS = ("debug", "info", "warning", "error")
 DEFAULT_LEVEL = "info"
-FORM = '"debug", "info", "warning" or "error"; after commas NAME=LEVEL for a package or module, as in "info,node.api=debug"'
+FORM = (
+    '"debug", "info", "warning" or "error"; after commas NAME=LEVEL for a package or module, as in '
+    '"info,node.api=debug"'
+)
 #: The setting [log] level as a variable, by which a parent tells its expert server too.
 VARIABLE = "SWARM_LOG_LEVEL"
 # As many as there are packages; a text of more words is no setting but an accident.

@@ -1,8 +1,8 @@
 """What is logged, for people or for machines, always without keys.
 
-Text: time, level, message, then the extra fields as key=value; in colour on a terminal. JSON: one object a line with ts,
-level, logger, msg, the extra fields, and `exception` where there is one. One of the extra fields is `request`, the id of
-the client's request that a line was written for (node/request_id.py).
+Text: time, level, message, then the extra fields as key=value; in colour on a terminal. JSON: one object a line with
+ts, level, logger, msg, the extra fields, and `exception` where there is one. One of the extra fields is `request`, the
+id of the client's request that a line was written for (node/request_id.py).
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ _CREDENTIALS: Final = re.compile(r"(?i)\b(bearer\s+|x-api-key['\"]?\s*[:=]\s*b?[
 def configure(format: str, level: str, *, secrets: Collection[str] = (), stream: TextIO | None = None) -> None:
     """Sends every logger's records to `stream` (stderr), as [log] format and level say; replaces an earlier call's.
 
-    `level` is what `node.log_levels.parse_levels` reads. None of `secrets` appears in what is written, neither as it is nor as a URL or a string literal has it. Raises ValueError.
+    `level` is what `node.log_levels.parse_levels` reads. None of `secrets` appears in what is written, neither as it is
+    nor as a URL or a string literal has it. Raises ValueError.
     """
     levels = parse_levels(level)
     stream = stream or sys.stderr
@@ -100,7 +101,7 @@ class Redactor:
 
 
 class TextFormatter(logging.Formatter):
-    """For people. Every line but a record's first is indented, so that no message can look like two records."""
+    """Lines for people. All but a record's first are indented, so that no message can look like two records."""
 
     def __init__(self, redactor: Redactor, *, colour: bool = False, dated: bool = False) -> None:
         super().__init__()

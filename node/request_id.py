@@ -25,9 +25,9 @@ _current: ContextVar[str] = ContextVar("request_id", default="")
 def begin(received: str | None) -> str:
     """The id of the request that the current task begins to work on.
 
-    ``received`` is what came with it, from a client or a node, and is taken if it is an id: it is for finding log lines
-    and grants nothing, and a client may want to find its request in its own log. Anything else would let strangers write
-    into the log, and is replaced by a new id.
+    ``received`` is what came with it, from a client or a node, and is taken if it is an id: it is for finding log
+    lines and grants nothing, and a client may want to find its request in its own log. Anything else would let
+    strangers write into the log, and is replaced by a new id.
     """
     own = received if received is not None and _VALID.fullmatch(received) else secrets.token_hex(4)
     _current.set(own)

@@ -54,7 +54,7 @@ class Cors:
         )
 
     async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
-        """For ``Application.on_response_prepare``: streamed answers and errors get them as well."""
+        """A hook of ``Application.on_response_prepare``, so that streamed answers and errors get them as well."""
         if not self._allowed_origins or request.path.startswith(PEER_PREFIX):
             return
         # Also where there is no Origin: a cache must not give that answer to a page, nor a page's to another.

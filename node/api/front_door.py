@@ -67,8 +67,9 @@ Guard = Callable[[web.Request], str | None]
 
 @dataclass(frozen=True)
 class DoorOptions:
-    """``node``: its name, for errors that other nodes pass on. ``body_bytes_max`` of one request: a prompt of 1,000,000 tokens is some 4 MB, a large photograph 20 MB in base64.
+    """``node``: its name, for errors that other nodes pass on.
 
+    ``body_bytes_max`` of one request: a prompt of 1,000,000 tokens is some 4 MB, a large photograph 20 MB in base64.
     ``held_bytes_max`` of all requests at a time. ``stall_timeout_s``: how long a client may take, or say, nothing.
     """
 
@@ -322,7 +323,7 @@ def add_routes(app: web.Application, door: Door) -> None:
 
 
 async def _tell_request_id(request: web.Request, response: web.StreamResponse) -> None:
-    """For ``Application.on_response_prepare``: streamed answers and errors of whatever kind tell it as well."""
+    """A hook of ``Application.on_response_prepare``, so that streams and errors of whatever kind tell it as well."""
     if own := request_id.current():
         response.headers[request_id.HEADER] = own
 

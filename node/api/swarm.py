@@ -12,7 +12,7 @@ from node.slices import Slice
 # What is missing now is there again in seconds (a restarted engine) to a minute (a dead node): asking once in 5 s costs
 # nothing and finds it soon.
 RETRY_S = 5
-# Of the missing slices in an error: a large model without a node lacks hundreds, and nobody reads them all.
+# How many missing slices an error names: a large model without a node lacks hundreds, and nobody reads them all.
 _MISSING_MAX = 16
 
 
@@ -39,7 +39,8 @@ class ServedModel:
 class Here:
     """The router is this node. ``url``, ``api_key`` and ``slots`` (``--parallel``): of its llama-server.
 
-    ``hold`` has it begin no decode for so many milliseconds; None: it has no Swarm backend that could be asked for that.
+    ``hold`` has it begin no decode for so many milliseconds; None: it has no Swarm backend that could be asked for
+    that.
     """
 
     url: str

@@ -141,7 +141,7 @@ def model_document(index: ModelIndex, machines_gib: Sequence[float]) -> dict[str
 
 
 def _types(index: ModelIndex) -> list[dict[str, Any]]:
-    """For the experts and the trunk, each type with its bytes and the kinds of tensors that have it."""
+    """The types of the experts' and the trunk's weights, each with its bytes and the kinds of tensors that have it."""
     of_experts = [tensor for layer in index.expert_layers for tensor in index.expert_tensors(layer).values()]
     found = []
     for part, tensors in (("experts", of_experts), ("trunk", list(index.trunk_tensors))):
@@ -274,7 +274,7 @@ def _sizes(sizes: Sequence[int]) -> str:
 
 
 def _size(n_bytes: int) -> str:
-    """With a space at which no line is cut."""
+    """A size as text, with a space at which no line is cut."""
     for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20)):
         if n_bytes >= factor:
             return f"{n_bytes / factor:.2f}\N{NO-BREAK SPACE}{unit}"

@@ -1,4 +1,4 @@
-"""What of a node's settings and logs may stand in a report: no key, and nothing that a client asked or was answered. Pure.
+"""What of a node's settings and logs may stand in a report: no key, and nothing of what clients ask and get. Pure.
 
 Logs are cut by what is known to be harmless, not by what is known to be dangerous: of llama-server's log, what it wrote
 before it served anybody, and after that only lines, or beginnings of lines, that consist of numbers and of words of its
@@ -18,7 +18,7 @@ from node.settings.table import SETTINGS
 from node.swarm_key import SwarmKey
 
 NOT_SHOWN: Final = "(not shown)"
-#: Of each log in a report.
+#: How much of each log is in a report.
 LINES_MAX: Final = 2000
 BYTES_MAX: Final = 1 << 20
 
@@ -154,7 +154,7 @@ def llama_server_log(text: str) -> str:
 
 
 def _harmless_part(line: str) -> str | None:
-    """As much of a line of a llama-server that serves as can hold nothing of its clients'; None: nothing."""
+    """The part of a line in which nothing of a client can stand, once llama-server serves; None where all may be."""
     if f"{line}\n" == READY_MARK.decode():
         return line
     if (place := _ASSERT_HEAD.match(line)) is not None:

@@ -73,7 +73,7 @@ def print_status(document: dict[str, Any], console: Console) -> None:
 
 
 def _holds(ready: list[Slice]) -> str:
-    """In a few words, even where each layer is cut in another place."""
+    """Slices in a few words, even where each layer is cut in another place."""
     ranges = {(first, last) for _, first, last in ready}
     if len(ranges) == 1:
         return describe(ready)

@@ -73,7 +73,7 @@ async def _measure(session: aiohttp.ClientSession, url: str, options: argparse.N
     timings: Mapping[str, Any] = {}
     try:
         async for chunk in stream_chat(session, url, messages, headers=headers, max_tokens=TOKENS_MAX):
-            # Of any kind: some models think first, which is no text of the answer.
+            # A chunk of any kind: some models think first, which is no text of the answer.
             if first is None and chunk.finish_reason is None:
                 first = await _snapshot(session, url)
             timings = chunk.timings or timings

@@ -75,7 +75,7 @@ class Counters(msgspec.Struct, frozen=True):
 
 
 class Requests(msgspec.Struct, frozen=True):
-    """Of the router's front door: requests passed to llama-server since the start, and those that it works on."""
+    """What the router's front door passed to llama-server since the start, and how much of it is being worked on."""
 
     relayed: Count
     running: Count

@@ -11,7 +11,7 @@ from rich.text import Text
 from node.commands.trace_figures import Figures, LayerFigures, NodeFigures, Parts, grouped
 
 WIDTH = 79
-#: Of the smallest terminal that all must fit into, with the prompt below it.
+#: Lines of the smallest terminal that all must fit into, with the prompt below it.
 HEIGHT = 23
 
 _COLUMNS = 3

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     _Done = tuple[Subject, Sequence[Backend], Outcome]
 
 _SHAPE = "qwen3.5-122b"
-# Of a synthetic layer without --full: enough to see a type's noise, and computed in seconds.
+# The size of a synthetic layer without --full: enough to see a type's noise, and computed in seconds.
 _FEW_EXPERTS = 8
 _PEER_TIMEOUT_S = 180.0
 

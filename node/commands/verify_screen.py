@@ -1,4 +1,4 @@
-"""What ``swarm-node verify`` found: on a screen, and as Markdown for documents. Both take the document of ``--json``."""
+"""What ``swarm-node verify`` found, on a screen and as Markdown; both take the document of ``--json``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.table import Table
 
 
 def print_matrix(result: dict[str, Any], console: Console) -> None:
-    """For a screen of 80 columns."""
+    """The report for a screen of 80 columns."""
     for number, subject in enumerate(result["subjects"]):
         console.print(f"[bold]{escape(_title(subject))}[/]")
         table = Table(padding=(0, 0), pad_edge=False)

@@ -30,7 +30,7 @@ _REPLY_BYTES_MAX = 16 << 20
 # Spare nonces kept of each peer; they last half a minute, and in a small swarm gossip asks each peer about as often.
 _NONCES_MAX = 4
 _PEERS_MAX = 256
-# Of a streamed reply: as much as a gigabit line brings within some milliseconds.
+# How much of a streamed reply is read ahead: what a gigabit line brings within some milliseconds.
 _STREAM_BUFFER_BYTES = 1 << 20
 
 
@@ -254,7 +254,7 @@ class PeerGuard:
         return response
 
     async def sign_streamed(self, request: web.Request, response: web.StreamResponse) -> None:
-        """For ``Application.on_response_prepare``: proves the key to peers for replies whose hash nobody knows yet."""
+        """A hook of ``Application.on_response_prepare``: proves the key for replies whose hash nobody knows yet."""
         checks = request.get(_CHECK)
         if checks is not None and "Authentication-Info" not in response.headers:
             response.headers["Authentication-Info"] = checks.accepted.reply_header(response.status, STREAMED)

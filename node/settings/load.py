@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from node import environment
 from node.errors import ConfigError
+from node.settings.checks import with_port
 from node.settings.kinds import Boolean, Text, TextList, Wrong
 from node.settings.table import (
     DEFAULT_PORT,
@@ -30,7 +31,6 @@ from node.settings.table import (
     Setting,
     SwarmSettings,
     section_doc,
-    with_port,
 )
 from node.settings.toml_text import key_lines, toml_text
 
@@ -42,7 +42,8 @@ _FILE_BYTES_MAX: Final = 1 << 20
 class Config:
     """The settings, with everything filled in that follows from others.
 
-    `node.name` is never empty, `node.expert_port` is 0 only if `node.port` is, every seed has a port, paths are absolute.
+    `node.name` is never empty, `node.expert_port` is 0 only if `node.port` is, every seed has a port, paths are
+    absolute.
     `path`: the file that was read, if any; `warnings`: what the user should know about the settings.
     """
 
@@ -70,8 +71,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def load_config(namespace: argparse.Namespace, environ: Mapping[str, str], *, host_name: str | None = None) -> Config:
     """The settings from flags, environment, file and defaults, in this order of preference.
 
-    `namespace` comes from a parser with `add_flags`; any other one means no flags. Relative paths in a file start at its
-    folder. `host_name`: the machine's, asked for when left out. Raises ConfigError with everything that is wrong.
+    `namespace` comes from a parser with `add_flags`; any other one means no flags. Relative paths in a file start at
+    its folder. `host_name`: the machine's, asked for when left out. Raises ConfigError with everything that is wrong.
     """
     loading = _Loading()
     path = _find_file(namespace, environ)

@@ -7,132 +7,37 @@ come from there (node/settings/load.py).
 from __future__ import annotations
 
 import dataclasses
-import ipaddress
-import re
 import textwrap
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
 from node.environment import DEFAULT_POLL_US, MAX_POLL_US
-from node.errors import SwarmKeyError
-from node.log_levels import DEFAULT_LEVEL, parse_levels
+from node.log_levels import DEFAULT_LEVEL
 from node.log_levels import FORM as LEVELS_FORM
-from node.settings.kinds import Boolean, Check, Integer, Kind, Text, TextList
+from node.settings.checks import (
+    ADDRESS_FORM,
+    API_KEY_FORM,
+    HOST_FORM,
+    INTERFACE_FORM,
+    NAME_FORM,
+    ORIGIN_FORM,
+    address_check,
+    choice,
+    host_check,
+    interface_check,
+    llama_argument_check,
+    log_levels_check,
+    matching,
+    name_check,
+    or_empty,
+    origin_check,
+    path_check,
+    swarm_key_check,
+)
+from node.settings.kinds import Boolean, Integer, Kind, Text, TextList
 from node.settings.toml_text import toml_text
-from node.swarm_key import SwarmKey
 
 DEFAULT_PORT = 4100
-
-
-def _choice(*values: str) -> Text:
-    quoted = [toml_text(value) for value in values]
-    form = " or ".join(filter(None, (", ".join(quoted[:-1]), quoted[-1])))
-    return Text(form, lambda text: None if text in values else f"must be {form}")
-
-
-def _matching(pattern: str, form: str) -> Check:
-    return lambda text: None if re.fullmatch(pattern, text) else f"must be {form}"
-
-
-_NAME_FORM = "1 to 63 letters, digits, dots, hyphens and underscores, a letter or digit first"
-_NAME = _matching(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", _NAME_FORM)
-
-
-def _or_empty(check: Check) -> Check:
-    return lambda text: check(text) if text else None
-
-
-def _path(text: str) -> str | None:
-    return "must be a path, without control characters" if re.search(r"[\x00-\x1f\x7f]", text) else None
-
-
-_HOST_FORM = '"lan", "loopback" or an IP address of this machine'
-
-
-def _host(text: str) -> str | None:
-    return None if text in ("lan", "loopback") or _is_address(text) else f"must be {_HOST_FORM}"
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True
-
-
-_HOST_NAME = r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})"
-_ADDRESS_FORM = "host, host:port or [IPv6 address]:port"
-
-
-def _host_and_port(text: str) -> str | None:
-    """A name or address, with a port or without."""
-    found = re.fullmatch(rf"(?:\[(?P<v6>[^\]]+)\]|(?P<name>{_HOST_NAME}))(?::(?P<port>[0-9]{{1,5}}))?", text)
-    if found and (found["v6"] is None or _is_address(found["v6"])) and 1 <= int(found["port"] or 1) <= 65535:
-        return None
-    return None if _is_address(text) else f"must be {_ADDRESS_FORM}"
-
-
-_ORIGIN_FORM = "http://host, https://host or the same with :port, as browsers send it"
-
-
-def with_port(place: str, port: int) -> str:
-    """host:port of a checked host, host:port, [IPv6 address]:port or bare IPv6 address."""
-    if _is_address(place) and ":" in place:
-        return f"[{place}]:{port}"
-    return place if re.search(r":[0-9]+$", place) and not place.endswith("]") else f"{place}:{port}"
-
-
-def _origin(text: str) -> str | None:
-    parts = urlsplit(text)
-    simple = not (parts.path or parts.query or parts.fragment or parts.username)
-    if simple and parts.scheme in ("http", "https") and parts.netloc and _host_and_port(parts.netloc) is None:
-        return None
-    if text == "*":
-        return "is every page of the internet; name the origins that may use this node"
-    return f"must be {_ORIGIN_FORM}"
-
-
-def _log_levels(text: str) -> str | None:
-    try:
-        parse_levels(text)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def _swarm_key(text: str) -> str | None:
-    try:
-        SwarmKey.parse(text)
-    except SwarmKeyError as error:
-        return error.message
-    return None
-
-
-_API_KEY_FORM = "8 to 256 visible ASCII characters"
-_INTERFACE_FORM = "names of network interfaces, or patterns such as br-*"
-_INTERFACE = _matching(r"[A-Za-z0-9._:@*?-]{1,64}", _INTERFACE_FORM)
-
-_OURS = "is set by swarm-node itself"
-# llama-server's flags that would take a node's safety or the swarm itself apart, or that have a setting of their own.
-_RESERVED = {
-    **dict.fromkeys(("-m", "--model", "-mu", "--model-url", "-dr", "--docker-repo"), _OURS),
-    **dict.fromkeys(("-hf", "-hfr", "--hf-repo", "-hff", "--hf-file"), _OURS),
-    **dict.fromkeys(("--host", "--port", "--reuse-port", "--api-key", "--api-key-file"), _OURS),
-    **dict.fromkeys(("-ot", "--override-tensor", "--rpc"), _OURS),
-    **dict.fromkeys(("-c", "--ctx-size"), "is the setting [model] context_tokens"),
-    **dict.fromkeys(("-np", "--parallel"), "is the setting [model] parallel"),
-    **dict.fromkeys(("-ub", "--ubatch-size"), "is the setting [model] ubatch_tokens"),
-    **dict.fromkeys(("-cram", "--cache-ram"), "is the setting [model] prompt_cache_mib"),
-    **dict.fromkeys(("-t", "--threads"), "is the setting [router] threads"),
-}
-
-
-def _llama_argument(text: str) -> str | None:
-    flag = text.split("=", 1)[0]
-    # llama.cpp reads an underscore in a long flag as a hyphen.
-    return _RESERVED.get(flag.replace("_", "-") if flag.startswith("--") else flag)
 
 
 def _setting(default: object, kind: Kind, doc: str, alias: str = "") -> Any:
@@ -145,19 +50,20 @@ class NodeSettings:
 
     name: str = _setting(
         "",
-        Text(_NAME_FORM, _or_empty(_NAME)),
-        "Name of this node, as the others show it. Empty: the machine's host name. Two nodes on one machine need two names.",
+        Text(NAME_FORM, or_empty(name_check)),
+        "Name of this node, as the others show it. Empty: the machine's host name. Two nodes on one machine need two "
+        "names.",
         alias="--name",
     )
     state_folder: str = _setting(
         "",
-        Text("a path", _path, is_path=True),
+        Text("a path", path_check, is_path=True),
         "Folder for this node's identity and logs, one folder per node name within. Empty: $XDG_STATE_HOME/swarm-node, "
         "else ~/.local/state/swarm-node (macOS: ~/Library/Application Support/swarm-node).",
     )
     host: str = _setting(
         "lan",
-        Text(_HOST_FORM, _host),
+        Text(HOST_FORM, host_check),
         'Where this node listens. "lan": on every interface, for private, link-local and loopback addresses only. '
         '"loopback": for this machine only. Or one address.',
     )
@@ -174,7 +80,8 @@ class NodeSettings:
         DEFAULT_POLL_US,
         Integer(0, MAX_POLL_US),
         "Microseconds for which a thread of the expert call looks for the next message before it sleeps, as long as no "
-        "other thread wants its core. An idle node sleeps in any case. 0 saves power and costs up to a fifth of the speed.",
+        "other thread wants its core. An idle node sleeps in any case. 0 saves power and costs up to a fifth of the "
+        "speed.",
     )
 
     @property
@@ -199,29 +106,30 @@ class SwarmSettings:
     """[swarm]: who belongs together."""
 
     name: str = _setting(
-        "default", Text(_NAME_FORM, _NAME), "Name of the swarm. Nodes with another name are left alone."
+        "default", Text(NAME_FORM, name_check), "Name of the swarm. Nodes with another name are left alone."
     )
     key: str = _setting(
         "",
-        Text('a key made by "swarm-node keygen"', _or_empty(_swarm_key), secret=True),
-        'Key of the swarm, made by "swarm-node keygen" and the same on every node: nodes without it are refused. Empty: '
-        "the swarm is open to every private and link-local address. Only the owner should be able to read a file with it.",
+        Text('a key made by "swarm-node keygen"', or_empty(swarm_key_check), secret=True),
+        'Key of the swarm, made by "swarm-node keygen" and the same on every node: nodes without it are refused. '
+        "Empty: the swarm is open to every private and link-local address. Only the owner should be able to read a "
+        "file with it.",
         alias="--key",
     )
     seeds: tuple[str, ...] = _setting(
         (),
-        TextList(_ADDRESS_FORM, _host_and_port),
+        TextList(ADDRESS_FORM, address_check),
         "Nodes to contact besides those found on the network, for networks without multicast. Without a port: 4100.",
         alias="--seed",
     )
     interfaces: tuple[str, ...] = _setting(
         (),
-        TextList(_INTERFACE_FORM, _INTERFACE),
+        TextList(INTERFACE_FORM, interface_check),
         "Network interfaces to use. Empty: all of them.",
     )
     exclude_interfaces: tuple[str, ...] = _setting(
         (),
-        TextList(_INTERFACE_FORM, _INTERFACE),
+        TextList(INTERFACE_FORM, interface_check),
         "Network interfaces not to use, such as those of a VPN.",
     )
 
@@ -232,10 +140,10 @@ class ModelSettings:
 
     path: str = _setting(
         "",
-        Text("a path", _path, is_path=True, words=("demo",)),
+        Text("a path", path_check, is_path=True, words=("demo",)),
         "The model, a GGUF file (of a split model the first part), a folder of them, demo (the small built-in chat "
-        "model), or the name or the beginning of the id of a model that other nodes have: it is fetched from them, as far as "
-        "it is needed here. Empty or a folder: the model of the swarm that this node joins.",
+        "model), or the name or the beginning of the id of a model that other nodes have: it is fetched from them, as "
+        "far as it is needed here. Empty or a folder: the model of the swarm that this node joins.",
         alias="--model",
     )
     context_tokens: int = _setting(
@@ -252,26 +160,26 @@ class ModelSettings:
     )
     reduce: str = _setting(
         "sum",
-        _choice("sum", "rows"),
-        'What expert servers send back. "sum": one row per token. "rows": one per token and expert, which is more traffic and '
-        "gives the bits that one machine would give.",
+        choice("sum", "rows"),
+        'What expert servers send back. "sum": one row per token. "rows": one per token and expert, which is more '
+        "traffic and gives the bits that one machine would give.",
     )
     dtype: str = _setting(
         "f32",
-        _choice("f32", "bf16", "f16"),
+        choice("f32", "bf16", "f16"),
         "Number format of expert calls. The shorter ones halve the traffic and lose precision.",
     )
     cache_gib: int = _setting(
         0,
         Integer(0, 1 << 20),
-        "Disk space, in GiB, for what is fetched of models that other nodes have. When it is full, the models that were not "
-        "used for longest are removed. 0: all but a tenth of the disk.",
+        "Disk space, in GiB, for what is fetched of models that other nodes have. When it is full, the models that "
+        "were not used for longest are removed. 0: all but a tenth of the disk.",
     )
     transfer_mbit_s: int = _setting(
         0,
         Integer(0, 1 << 20),
-        "The most that this node sends of its models to others, and as much that it fetches, in Mbit/s: for networks that "
-        "others use too. 0: no limit.",
+        "The most that this node sends of its models to others, and as much that it fetches, in Mbit/s: for networks "
+        "that others use too. 0: no limit.",
     )
 
     @property
@@ -287,7 +195,7 @@ class ExpertSettings:
     enabled: bool = _setting(True, Boolean(), "Whether this node holds experts.")
     device: str = _setting(
         "auto",
-        Text('"auto" or a device', _matching(r"[\x21-\x7e]{1,64}", '"auto" or a device')),
+        Text('"auto" or a device', matching(r"[\x21-\x7e]{1,64}", '"auto" or a device')),
         'Device that holds and computes them, as "swarm-node doctor" names it. "auto": the fastest kind there is.',
         alias="--device",
     )
@@ -307,9 +215,9 @@ class RouterSettings:
     threads: int = _setting(0, Integer(0, 1024), "Threads of the router. 0: as many as the CPU quota allows.")
     extra_arguments: tuple[str, ...] = _setting(
         (),
-        TextList("arguments of llama-server", _llama_argument, shell_words=True),
-        'More arguments for llama-server, each word in quotes of its own: ["--flash-attn", "on"]. In a flag or a variable: '
-        "one text, split as a shell does.",
+        TextList("arguments of llama-server", llama_argument_check, shell_words=True),
+        'More arguments for llama-server, each word in quotes of its own: ["--flash-attn", "on"]. In a flag or a '
+        "variable: one text, split as a shell does.",
     )
 
 
@@ -319,17 +227,18 @@ class ApiSettings:
 
     key: str = _setting(
         "",
-        Text(_API_KEY_FORM, _or_empty(_matching(r"[\x21-\x7e]{8,256}", _API_KEY_FORM)), secret=True),
+        Text(API_KEY_FORM, or_empty(matching(r"[\x21-\x7e]{8,256}", API_KEY_FORM)), secret=True),
         "API key that clients must send (Authorization: Bearer KEY, or x-api-key: KEY). Empty: none is asked for.",
     )
     allowed_hosts: tuple[str, ...] = _setting(
         (),
-        TextList(_ADDRESS_FORM, _host_and_port),
-        "Names under which clients may reach this node, besides its own names and addresses: those of a proxy, for example.",
+        TextList(ADDRESS_FORM, address_check),
+        "Names under which clients may reach this node, besides its own names and addresses: those of a proxy, for "
+        "example.",
     )
     allowed_origins: tuple[str, ...] = _setting(
         (),
-        TextList(_ORIGIN_FORM, _origin),
+        TextList(ORIGIN_FORM, origin_check),
         "Web pages that may use this node from a browser, by origin, such as http://chat.example:8080.",
     )
 
@@ -338,12 +247,12 @@ class ApiSettings:
 class LogSettings:
     """[log]: what is logged, on stderr and, in at most 2 MiB a process, in the state folder."""
 
-    format: str = _setting("text", _choice("text", "json"), 'For people ("text") or one JSON object a line ("json").')
+    format: str = _setting("text", choice("text", "json"), 'For people ("text") or one JSON object a line ("json").')
     level: str = _setting(
         DEFAULT_LEVEL,
-        Text(LEVELS_FORM, _log_levels),
-        "The least important that is logged. A package or module of this program can have a level of its own, which holds "
-        'for all below it: "info,node.api=debug" shows what becomes of each request.',
+        Text(LEVELS_FORM, log_levels_check),
+        "The least important that is logged. A package or module of this program can have a level of its own, which "
+        'holds for all below it: "info,node.api=debug" shows what becomes of each request.',
     )
 
 

@@ -73,11 +73,17 @@ def test_what_a_machine_offers() -> None:
     assert offer_bytes(GIB, 0.9) == 0
 
 
+def has_devices(monkeypatch: pytest.MonkeyPatch, device: SimpleNamespace) -> None:
+    """A build that has one device; these tests need none."""
+    fake = SimpleNamespace(choose_device=lambda: device.name, devices=lambda: [device])
+    monkeypatch.setattr(model_show, "kernels", fake)
+
+
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SWARM_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(model_show, "free_memory_bytes", lambda: 20 * GIB)
-    monkeypatch.setattr(model_show.kernels, "choose_device", lambda: "CPU")
+    has_devices(monkeypatch, SimpleNamespace(name="CPU", type="cpu"))
     return tmp_path
 
 
@@ -115,8 +121,7 @@ def test_the_reference_model(here: Path) -> None:
 def test_experts_on_a_graphics_card(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = read_model(model_files.tiny_model(here / "m.gguf"))
     device = SimpleNamespace(name="CUDA0", type="gpu", memory_free_bytes=index.expert_bytes(0) * 20 // 9)
-    monkeypatch.setattr(model_show.kernels, "choose_device", lambda: "CUDA0")
-    monkeypatch.setattr(model_show.kernels, "devices", lambda: [device])
+    has_devices(monkeypatch, device)
     found = model_document(index, [])["this_machine"]
     assert (found["device"], found["trunk"], found["layers"]) == ("CUDA0", True, 2)
 

@@ -109,11 +109,14 @@ LOADING = (
 QUIET = """\
 0.12.655.794 I slot get_availabl: id  3 | task -1 | selected slot by LRU, t_last = -1
 0.12.655.963 I slot launch_slot_: id  3 | task 0 | processing task, is_child = 0
-0.14.087.079 I slot print_timing: id  3 | task 0 | prompt eval time =    1015.15 ms /    41 tokens (   24.76 ms per token,    40.39 tokens per second)
-0.14.087.084 I slot print_timing: id  3 | task 0 |        eval time =     415.79 ms /     8 tokens (   59.40 ms per token,    16.84 tokens per second)
+0.14.087.079 I slot print_timing: id  3 | task 0 | prompt eval time =    1015.15 ms /    41 tokens \
+(   24.76 ms per token,    40.39 tokens per second)
+0.14.087.084 I slot print_timing: id  3 | task 0 |        eval time =     415.79 ms /     8 tokens \
+(   59.40 ms per token,    16.84 tokens per second)
 0.14.087.092 I slot print_timing: id  3 | task 0 |    graphs reused =          6
 0.14.087.240 I slot      release: id  3 | task 0 | stop processing: n_tokens = 48, truncated = 0
-0.14.180.582 I slot get_availabl: id  3 | task -1 | selected slot by LCP similarity, f_sim_best = 0.595 (> 0.100 thold), f_keep = 0.458
+0.14.180.582 I slot get_availabl: id  3 | task -1 | selected slot by LCP similarity, \
+f_sim_best = 0.595 (> 0.100 thold), f_keep = 0.458
 0.17.772.204 I slot print_timing: id  3 | task 10 | n_gen =    100, tg =  29.16 t/s, tg_3s =  29.45 t/s
 """
 
@@ -127,8 +130,8 @@ def test_what_llama_server_says_of_its_work_is_kept() -> None:
 def test_what_its_warnings_quote_is_cut() -> None:
     # As a build of it wrote them.
     line = (
-        '0.14.155.438 W srv    operator(): got exception: {"error":{"code":500,"message":"[json.exception.parse_error.101] '
-        f"parse error at line 1, column 51: syntax error while parsing value; last read: '\\\"{WORD}'\"}}}}\n"
+        '0.14.155.438 W srv    operator(): got exception: {"error":{"code":500,"message":"[json.exception.'
+        f"parse_error.101] parse error at line 1, column 51: syntax error; last read: '\\\"{WORD}'\"}}}}\n"
     )
     assert llama_server_log(START + READY + line).splitlines()[-1] == (
         '0.14.155.438 W srv    operator(): got exception: {"error":{"code":500,"[…]'
@@ -256,7 +259,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     settings = tmp_path / "swarm.toml"
     settings.write_text(
-        f"[swarm]\nkey = {json.dumps(KEY)}\n[api]\nkey = {json.dumps(API_KEY)}\n[node]\nname = 'here'\nstate_folder = 'state'\n"
+        f"[swarm]\nkey = {json.dumps(KEY)}\n[api]\nkey = {json.dumps(API_KEY)}\n"
+        "[node]\nname = 'here'\nstate_folder = 'state'\n"
     )
     settings.chmod(0o600)
     state = tmp_path / "state" / "here"

@@ -1,4 +1,4 @@
-"""Figures of a trace and the screen that shows them, ``GET /trace``, and ``swarm-node trace`` against a node that the test plays."""
+"""Figures of a trace, the screen for them, ``GET /trace``, and ``swarm-node trace`` at a node that a test plays."""
 
 from __future__ import annotations
 
@@ -242,7 +242,9 @@ def test_the_headline_names_who_is_waited_for() -> None:
 
 def screen(n_layers: int = 30, **more: Any) -> list[str]:
     layers = layer_figures([(0.1, 0.05, 0.3 if number != 7 else 1.2, 0.02) for number in range(n_layers)])
-    parts = Parts(*(sum(getattr(one.parts, name) for one in layers) for name in ("trunk_ms", "ask_ms", "wait_ms", "add_ms")), 0.7)  # fmt: skip
+    parts = Parts(
+        *(sum(getattr(one.parts, name) for one in layers) for name in ("trunk_ms", "ask_ms", "wait_ms", "add_ms")), 0.7
+    )
     nodes = (
         node_figures("beta", 8.0, 6.0, last=24),
         node_figures("gamma", 1.5, 1, last=6),
@@ -422,14 +424,10 @@ async def test_a_router_that_is_gone_is_named(tmp_path: Path) -> None:
 def counted(passes: int, wait_ms: float = 0.3) -> Counters:
     """After so many passes of one token through 30 layers, for whose replies beta is waited for."""
     wait_ns = round(1e6 * wait_ms)
-    layers = tuple(
-        LayerCounters(n, passes, passes, passes * (wait_ns + 60000), passes * 40000, passes * wait_ns, passes * 20000, passes * 100000)
-        for n in range(30)
-    )  # fmt: skip
-    calls = tuple(
-        CallCounters(n, 0, passes, passes * 3, passes * wait_ns, passes * 100000, 0, passes, passes * wait_ns, passes * 100000, 0, 0)
-        for n in range(30)
-    )  # fmt: skip
+    of_layer = [passes * one for one in (1, 1, wait_ns + 60000, 40000, wait_ns, 20000, 100000)]
+    of_call = [passes * one for one in (1, 3, wait_ns, 100000, 0, 1, wait_ns, 100000, 0, 0)]
+    layers = tuple(LayerCounters(n, *of_layer) for n in range(30))
+    calls = tuple(CallCounters(n, 0, *of_call) for n in range(30))
     return Counters(passes, passes * 700000, 0, ("beta",), layers, calls)
 
 

@@ -228,7 +228,7 @@ def test_node_name(host: str, name: str) -> None:
 
 
 WRONG = [
-    ('prot = 4100', "[node] prot: unknown setting; did you mean port?"),
+    ("prot = 4100", "[node] prot: unknown setting; did you mean port?"),
     ('port = "4100"', '[node] port = "4100": must be an integer from 0 to 65535, without quotes'),
     ("port = 65536", "[node] port = 65536: must be an integer from 0 to 65535"),
     ("port = -1", "[node] port = -1: must be an integer from 0 to 65535"),
@@ -237,30 +237,75 @@ WRONG = [
     ("port = 2024-01-01", "[node] port = 2024-01-01: must be an integer from 0 to 65535"),
     ("port = 65535", "[node] port = 65535: there is no port after it; set [node] expert_port"),
     ("expert_port = 4100", "[node] expert_port = 4100: is the same port as [node] port"),
-    ("name = 7", "[node] name = 7: must be 1 to 63 letters, digits, dots, hyphens and underscores, a letter or digit first, in quotes"),
-    ('name = "../x"', '[node] name = "../x": must be 1 to 63 letters, digits, dots, hyphens and underscores, a letter or digit first'),
+    (
+        "name = 7",
+        "[node] name = 7: must be 1 to 63 letters, digits, dots, hyphens and underscores, a letter or digit first, "
+        "in quotes",
+    ),
+    (
+        'name = "../x"',
+        '[node] name = "../x": must be 1 to 63 letters, digits, dots, hyphens and underscores, a letter or digit first',
+    ),
     ('host = "localhost"', '[node] host = "localhost": must be "lan", "loopback" or an IP address of this machine'),
-    ('seeds = []', "[node] seeds: unknown setting; did you mean [swarm] seeds?"),
-    ('frobnicate = 1', "[node] frobnicate: unknown setting; [node] has name, state_folder, host, port, expert_port, poll_us"),
-    ('Port = 1', "[node] Port: unknown setting; did you mean port?"),
-    ("[swarm]\nseeds = 'a'", '[swarm] seeds = "a": must be a list of host, host:port or [IPv6 address]:port, each in quotes, within square brackets'),
-    ("[swarm]\nseeds = ['a', 'b:70000']", '[swarm] seeds = ["a", "b:70000"]: "b:70000" must be host, host:port or [IPv6 address]:port'),
-    ("[swarm]\ninterfaces = ['eth0', 'lo']\nexclude_interfaces = ['lo']", "[swarm] exclude_interfaces: lo is in [swarm] interfaces too"),
+    ("seeds = []", "[node] seeds: unknown setting; did you mean [swarm] seeds?"),
+    (
+        "frobnicate = 1",
+        "[node] frobnicate: unknown setting; [node] has name, state_folder, host, port, expert_port, poll_us",
+    ),
+    ("Port = 1", "[node] Port: unknown setting; did you mean port?"),
+    (
+        "[swarm]\nseeds = 'a'",
+        '[swarm] seeds = "a": must be a list of host, host:port or [IPv6 address]:port, each in quotes, '
+        "within square brackets",
+    ),
+    (
+        "[swarm]\nseeds = ['a', 'b:70000']",
+        '[swarm] seeds = ["a", "b:70000"]: "b:70000" must be host, host:port or [IPv6 address]:port',
+    ),
+    (
+        "[swarm]\ninterfaces = ['eth0', 'lo']\nexclude_interfaces = ['lo']",
+        "[swarm] exclude_interfaces: lo is in [swarm] interfaces too",
+    ),
     ("[model]\nreduce = 'max'", '[model] reduce = "max": must be "sum" or "rows"'),
     ("[model]\ndtype = 'f64'", '[model] dtype = "f64": must be "f32", "bf16" or "f16"'),
     ("[experts]\nenabled = 'yes'", '[experts] enabled = "yes": must be true or false, without quotes'),
     ("[experts]\nenabled = 1", "[experts] enabled = 1: must be true or false"),
-    ("[router]\nextra_arguments = ['--host', '0.0.0.0']", '[router] extra_arguments = ["--host", "0.0.0.0"]: "--host" is set by swarm-node itself'),
-    ("[router]\nextra_arguments = ['--api_key=x']", '[router] extra_arguments = ["--api_key=x"]: "--api_key=x" is set by swarm-node itself'),
-    ("[router]\nextra_arguments = ['-c', '9']", '[router] extra_arguments = ["-c", "9"]: "-c" is the setting [model] context_tokens'),
-    ("[api]\nallowed_origins = ['*']", '[api] allowed_origins = ["*"]: "*" is every page of the internet; name the origins that may use this node'),
-    ("[api]\nallowed_origins = ['http://a/']", '[api] allowed_origins = ["http://a/"]: "http://a/" must be http://host, https://host or the same with :port, as browsers send it'),
-    ("[api]\nallowed_hosts = ['*.lan']", '[api] allowed_hosts = ["*.lan"]: "*.lan" must be host, host:port or [IPv6 address]:port'),
+    (
+        "[router]\nextra_arguments = ['--host', '0.0.0.0']",
+        '[router] extra_arguments = ["--host", "0.0.0.0"]: "--host" is set by swarm-node itself',
+    ),
+    (
+        "[router]\nextra_arguments = ['--api_key=x']",
+        '[router] extra_arguments = ["--api_key=x"]: "--api_key=x" is set by swarm-node itself',
+    ),
+    (
+        "[router]\nextra_arguments = ['-c', '9']",
+        '[router] extra_arguments = ["-c", "9"]: "-c" is the setting [model] context_tokens',
+    ),
+    (
+        "[api]\nallowed_origins = ['*']",
+        '[api] allowed_origins = ["*"]: "*" is every page of the internet; name the origins that may use this node',
+    ),
+    (
+        "[api]\nallowed_origins = ['http://a/']",
+        '[api] allowed_origins = ["http://a/"]: "http://a/" must be http://host, https://host or the same '
+        "with :port, as browsers send it",
+    ),
+    (
+        "[api]\nallowed_hosts = ['*.lan']",
+        '[api] allowed_hosts = ["*.lan"]: "*.lan" must be host, host:port or [IPv6 address]:port',
+    ),
     ("[api]\nkey = 'short'", "[api] key = (not shown): must be 8 to 256 visible ASCII characters"),
-    ("[swarm]\nkey = 'hunter2-hunter2'", '[swarm] key = (not shown): must be a key made by "swarm-node keygen", which begins with swarm1-'),
+    (
+        "[swarm]\nkey = 'hunter2-hunter2'",
+        '[swarm] key = (not shown): must be a key made by "swarm-node keygen", which begins with swarm1-',
+    ),
     ("[nodes]\nport = 1", "[nodes]: unknown section; did you mean [node]?"),
-    ("[database]", "[database]: unknown section; there are [node], [swarm], [model], [experts], [router], [api], [log]"),
-]  # fmt: skip
+    (
+        "[database]",
+        "[database]: unknown section; there are [node], [swarm], [model], [experts], [router], [api], [log]",
+    ),
+]
 
 
 @pytest.mark.parametrize(("lines", "problem"), WRONG, ids=[problem.partition(":")[0] for _, problem in WRONG])
@@ -281,14 +326,24 @@ def test_wrong_files(lines: str, problem: str, file: Path) -> None:
         ("[[node]]\nport = 1\n", 1, "node: is a section: [node] on a line of its own"),
         ("\n\nnode.prt = 7\n", 3, "[node] prt: unknown setting; did you mean port?"),
         ('node = { port = 1, "pört" = 2 }\n', 1, "[node] pört: unknown setting; did you mean port?"),
-        ("[node]\r\nname = 'a'\r\n[log]\r\nlevel = 'loud'\r\n", 4,
-         '[log] level = "loud": must be "debug", "info", "warning" or "error"'),
-        ("[node]\nname = alpha\n", 2,
-         'Invalid value; text stands in quotes, as in name = "alpha", and true and false are lower case'),
+        (
+            "[node]\r\nname = 'a'\r\n[log]\r\nlevel = 'loud'\r\n",
+            4,
+            '[log] level = "loud": must be "debug", "info", "warning" or "error"',
+        ),
+        (
+            "[node]\nname = alpha\n",
+            2,
+            'Invalid value; text stands in quotes, as in name = "alpha", and true and false are lower case',
+        ),
         ("[node]\nport = 1\nport = 2", 3, "Cannot overwrite a value; it stands in the file before"),
-        ('[model]\npath = "C:\\models"\n', 2, "Unescaped '\\' in a string; within 'single quotes' a \\ is an ordinary character"),
+        (
+            '[model]\npath = "C:\\models"\n',
+            2,
+            "Unescaped '\\' in a string; within 'single quotes' a \\ is an ordinary character",
+        ),
     ],
-)  # fmt: skip
+)
 def test_where_it_stands(text: str, line: int, problem: str, file: Path) -> None:
     file.write_bytes(text.encode())
     assert problems(file=file) == [f"{file}:{line}: {problem}"]
@@ -326,16 +381,32 @@ def test_all_problems_at_once(file: Path) -> None:
         ([], {"SWARM_NODE_PORT": "4_100"}, 'SWARM_NODE_PORT="4_100": must be an integer from 0 to 65535'),
         ([], {"SWARM_EXPERTS_ENABLED": "1"}, 'SWARM_EXPERTS_ENABLED="1": must be true or false'),
         (["--port", "99999"], {}, '--port "99999": must be an integer from 0 to 65535'),
-        (["--node-port", "4100", "--node-expert-port", "4100"], {}, "--node-expert-port = 4100: is the same port as [node] port"),
-        (["--seed", "ok", "--seed", "not ok"], {}, '--seed "not ok": "not ok" must be host, host:port or [IPv6 address]:port'),
-        (["--router-extra-arguments", "'open"], {}, '--router-extra-arguments "\'open": cannot be split into words: No closing quotation'),
+        (
+            ["--node-port", "4100", "--node-expert-port", "4100"],
+            {},
+            "--node-expert-port = 4100: is the same port as [node] port",
+        ),
+        (
+            ["--seed", "ok", "--seed", "not ok"],
+            {},
+            '--seed "not ok": "not ok" must be host, host:port or [IPv6 address]:port',
+        ),
+        (
+            ["--router-extra-arguments", "'open"],
+            {},
+            '--router-extra-arguments "\'open": cannot be split into words: No closing quotation',
+        ),
         ([], {"SWARM_NODE_PROT": "1"}, "SWARM_NODE_PROT: unknown setting; did you mean SWARM_NODE_PORT?"),
         ([], {"SWARM_NODES_PORT": "1"}, "SWARM_NODES_PORT: unknown setting; did you mean SWARM_NODE_PORT?"),
-        ([], {"SWARM_API_TOKENS": "1"}, "SWARM_API_TOKENS: unknown setting; [api] has key, allowed_hosts, allowed_origins"),
+        (
+            [],
+            {"SWARM_API_TOKENS": "1"},
+            "SWARM_API_TOKENS: unknown setting; [api] has key, allowed_hosts, allowed_origins",
+        ),
         ([], {"SWARM_KEY": "1"}, "SWARM_KEY: unknown setting; did you mean SWARM_SWARM_KEY?"),
         ([], {"SWARM_PORT": "1"}, "SWARM_PORT: unknown setting; did you mean SWARM_NODE_PORT?"),
     ],
-)  # fmt: skip
+)
 def test_wrong_variables_and_flags(arguments: list[str], environ: dict[str, str], problem: str) -> None:
     assert problems(arguments, environ) == [problem]
 
@@ -343,9 +414,22 @@ def test_wrong_variables_and_flags(arguments: list[str], environ: dict[str, str]
 def test_variables_of_other_parts_are_ignored() -> None:
     """Every SWARM_ variable that the sources mention and that is no setting."""
     sources = subprocess.run(
-        ["git", "grep", "-hoE", r"\bSWARM_[A-Z][A-Z_]+[A-Z]\b", "--", "node/[!c]*", "kernels", "scripts", "CMakeLists.txt"],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    ).stdout.split()  # fmt: skip
+        [
+            "git",
+            "grep",
+            "-hoE",
+            r"\bSWARM_[A-Z][A-Z_]+[A-Z]\b",
+            "--",
+            "node/[!c]*",
+            "kernels",
+            "scripts",
+            "CMakeLists.txt",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.split()
     named = set(sources) | {
         "SWARM_TABLE",
         "SWARM_PARENT_PID",
