@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,14 +77,22 @@ def build_library(source: str, path: Path, *options: str) -> Path:
 FAKE_OPTIONS = ("-Wno-builtin-declaration-mismatch",)
 
 
+def fake(functions: Iterable[str]) -> str:
+    """These functions, each of which ends the process, and a commit of its own."""
+    source = ["#include <stdio.h>", "#include <stdlib.h>", 'const char * ggml_commit(void) { return "fake-0000"; }']
+    source += [
+        f'void {name}(void) {{ fputs("the fake {name} was called\\n", stderr); abort(); }}'
+        for name in sorted({*functions} - {"ggml_commit"})
+    ]
+    return "\n".join(source)
+
+
 @pytest.fixture(scope="module")
 def fake_source() -> str:
-    """Every function of ggml, each of which ends the process, and a commit of its own."""
-    names = sorted({name for library in OUR_GGML for name in dynamic_symbols(Path(library))} - {"ggml_commit"})
-    assert {"ggml_init", "ggml_backend_dev_count", "ggml_backend_cpu_init", "ggml_mul_mat_id"} <= set(names)
-    source = ["#include <stdio.h>", "#include <stdlib.h>", 'const char * ggml_commit(void) { return "fake-0000"; }']
-    source += [f'void {name}(void) {{ fputs("the fake {name} was called\\n", stderr); abort(); }}' for name in names]
-    return "\n".join(source)
+    """Every function of ggml."""
+    names = {name for library in OUR_GGML for name in dynamic_symbols(Path(library))}
+    assert {"ggml_init", "ggml_backend_dev_count", "ggml_backend_cpu_init", "ggml_mul_mat_id"} <= names
+    return fake(names)
 
 
 @pytest.fixture(scope="module")
@@ -155,19 +163,37 @@ def test_another_build_of_ours_in_the_same_process(fake_source: str, tmp_path: P
     assert f"{other} of build fake-0000" in last
 
 
-def test_llama_cpp_python_in_the_same_process(expected_ffn: str) -> None:
-    """(c): the real one, of the same version and of other compiler options."""
-    llama_cpp = pytest.importorskip("importlib.util").find_spec("llama_cpp")
-    if llama_cpp is None:
-        pytest.skip("llama-cpp-python is not installed")
-    folder = Path(llama_cpp.submodule_search_locations[0]) / "lib"
-    theirs = [folder / f"lib{name}.so" for name in ("ggml-base", "ggml-cpu", "ggml", "llama")]
-    if not all(path.is_file() for path in theirs):
-        pytest.skip("llama-cpp-python has no shared libraries here")
-    found = outcome(*(word for path in theirs for word in ("global", path)), "kernels", LD_LIBRARY_PATH=str(folder))
-    assert set(OUR_GGML) <= set(found["ggml"])
-    assert any(name.startswith(str(folder)) for name in found["ggml"])
+@pytest.fixture(scope="module")
+def another_package(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Another package's ggml, with the usual file names and sonames, each with the functions that ours exports."""
+    folder = tmp_path_factory.mktemp("another-package")
+    libraries: list[Path] = []
+    for name in ("ggml-base", "ggml-cpu", "ggml"):
+        functions = dynamic_symbols(NATIVE / f"libswarm-{name}.so")
+        assert functions, name
+        options = (*FAKE_OPTIONS, f"-Wl,-soname,lib{name}.so", "-Wl,-rpath,$ORIGIN", *map(str, libraries))
+        libraries.append(build_library(fake(functions), folder / f"lib{name}.so", "-Wl,--no-as-needed", *options))
+    return libraries
+
+
+def test_the_usual_ggml_in_the_same_process(another_package: list[Path], expected_ffn: str) -> None:
+    """(c), as with llama-cpp-python: usual names, loaded first, visible to all, and on the search path."""
+    loaded = [word for library in another_package for word in ("global", library)]
+    found = outcome(*loaded, "kernels", LD_LIBRARY_PATH=str(another_package[0].parent))
+    check_only_ours(found, another_package)
     assert found["ffn"] == expected_ffn
+
+
+def test_the_usual_ggml_takes_over_who_has_its_names(another_package: list[Path], tmp_path: Path) -> None:
+    """The last test can fail: these libraries do take over who is linked with usual names, even by a path of his own."""
+    base = build_library(
+        'const char * ggml_commit(void) { return "own"; }', tmp_path / "libggml-base.so", "-Wl,-soname,libggml-base.so"
+    )
+    source = "const char * ggml_commit(void); const char * seen(void) { return ggml_commit(); }"
+    options = ("-Wl,--no-as-needed", str(base), "-Wl,-rpath,$ORIGIN", "-Wl,--disable-new-dtags")
+    user = build_library(source, tmp_path / "libuser.so", *options)
+    assert outcome("seen", user)["seen"] == "own"
+    assert outcome("global", another_package[0], "seen", user)["seen"] == "fake-0000"
 
 
 def test_preloaded_ggml(fake_ggml: Path, expected_ffn: str) -> None:

@@ -3,6 +3,7 @@
     kernels            import kernels and compute an expert FFN: "ffn", a digest of its result
     llama MODEL        load this build's libllama by ctypes and evaluate TOKENS: "logits", the same of the last logits
     global LIBRARY     load a library with its symbols visible to all
+    seen LIBRARY       load a library and call its seen(): "seen", the text that it returns
     no-deepbind        as on systems whose linker cannot look up a library's symbols in its own dependencies first
 
 "ggml": the files of this process whose name has "ggml" in it.
@@ -97,6 +98,10 @@ def main() -> None:
             found["logits"] = llama_logits(native_folder(), arguments.pop(0))
         elif action == "global":
             ctypes.CDLL(arguments.pop(0), mode=ctypes.RTLD_GLOBAL)
+        elif action == "seen":
+            seen = ctypes.CDLL(arguments.pop(0)).seen
+            seen.restype = ctypes.c_char_p
+            found["seen"] = seen().decode()
         elif action == "no-deepbind":
             del os.RTLD_DEEPBIND
         else:
