@@ -66,7 +66,9 @@ endfunction()
 
 if(NOT SWARM_LLAMA_CPP_DIR)
     swarm_fetch_llama_cpp(SWARM_LLAMA_CPP_SOURCE)
+    set(SWARM_PINNED_SOURCE ON)
 else()
+    set(SWARM_PINNED_SOURCE OFF)
     if(NOT EXISTS "${SWARM_LLAMA_CPP_DIR}/ggml/include/ggml.h")
         message(FATAL_ERROR "swarm-node: SWARM_LLAMA_CPP_DIR=${SWARM_LLAMA_CPP_DIR} is not a llama.cpp source folder "
                             "(ggml/include/ggml.h is missing)")
