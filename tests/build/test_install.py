@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import kernels
+from kernels import native
 from rigs import native_process, random_models
 from rigs.oracle import Job, logits, native_program
 
@@ -295,6 +296,6 @@ def test_native_path_explains_what_is_missing() -> None:
 def test_the_check_at_import_names_both_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels._kernels, "ggml_commit", lambda: "unknown")
     with pytest.raises(kernels.BuildMismatch, match="two builds met in one process") as caught:
-        kernels._check_build()
+        native._check_build()
     assert str(EXTENSION) in str(caught.value)
     assert str(NATIVE / "libswarm-ggml-base.so") in str(caught.value)

@@ -111,4 +111,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    # In place of this file's folder: `rigs` is a package beside the tests.
+    sys.path[0] = str(Path(__file__).parent.parent)
     main()
