@@ -117,6 +117,18 @@ template <typename Format> bool accumulate(const uint8_t * src, size_t n, float 
 
 }  // namespace
 
+bool all_finite(const float * values, size_t n) {
+    // On the bits, because a floating-point reduction would not vectorise: all exponent bits set is Inf or NaN.
+    constexpr uint32_t exponent = 0x7f800000u;
+    uint32_t           bad      = 0;
+    for (size_t i = 0; i < n; i++) {
+        uint32_t bits;
+        std::memcpy(&bits, values + i, sizeof(bits));
+        bad |= static_cast<uint32_t>((bits & exponent) == exponent);
+    }
+    return bad == 0;
+}
+
 bool parse_dtype(std::string_view name, Dtype & dtype) {
     for (const Dtype known : {Dtype::f32, Dtype::bf16, Dtype::f16}) {
         if (name == dtype_name(known)) {

@@ -22,4 +22,6 @@ bool decode_floats(Dtype dtype, const void * src, size_t n, float * dst);
 // dst = dst + src, one float32 addition per value. False: a value of src is not finite.
 bool accumulate_floats(Dtype dtype, const void * src, size_t n, float * dst);
 
+bool all_finite(const float * values, size_t n);
+
 }  // namespace swarm

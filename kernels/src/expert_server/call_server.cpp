@@ -1,5 +1,6 @@
 #include "expert_server/call_server.hpp"
 
+#include "common/floats.hpp"
 #include "common/net.hpp"
 #include "expert_server/wire.hpp"
 
@@ -36,16 +37,6 @@ template <typename T> void copy_values(const Bytes & bytes, std::vector<T> & val
     }
 }
 
-bool all_finite(const float * values, size_t n) {
-    uint32_t bad = 0;
-    for (size_t i = 0; i < n; i++) {
-        uint32_t bits;
-        std::memcpy(&bits, values + i, sizeof(bits));
-        bad |= uint32_t((bits & 0x7f800000u) == 0x7f800000u);
-    }
-    return bad == 0;
-}
-
 template <typename T> void shrink_values(std::vector<T> & values) {
     if (values.capacity() * sizeof(T) > kept_buffer) {
         std::vector<T>().swap(values);
@@ -54,9 +45,10 @@ template <typename T> void shrink_values(std::vector<T> & values) {
 
 }  // namespace
 
-CallServer::CallServer(const std::string & device, int64_t max_rows, size_t waiting_max, std::chrono::microseconds poll_limit,
-                       double delay_s)
-    : max_rows_(max_rows), waiting_max_(waiting_max), poll_limit_(poll_limit), delay_s_(delay_s), gate_(DeviceGate::of(device)) {}
+CallServer::CallServer(const std::string & device, int64_t max_rows, size_t waiting_max,
+                       std::chrono::microseconds poll_limit, double delay_s)
+    : max_rows_(max_rows), waiting_max_(waiting_max), poll_limit_(poll_limit), delay_s_(delay_s),
+      gate_(DeviceGate::of(device)) {}
 
 void CallServer::publish(const std::string & model, int layer, HeldLayer held) {
     auto                              shared = std::make_shared<const HeldLayer>(std::move(held));
@@ -104,7 +96,8 @@ CallCounters CallServer::counters() const {
 }
 
 CallConnection::CallConnection(std::shared_ptr<CallServer> server, int fd, size_t max_message_bytes, Timeouts timeouts)
-    : server_(std::move(server)), fd_(fd), timeouts_(timeouts), frames_(max_message_bytes), poll_(server_->poll_limit_) {
+    : server_(std::move(server)), fd_(fd), timeouts_(timeouts), frames_(max_message_bytes),
+      poll_(server_->poll_limit_) {
     // The descriptor shares O_NONBLOCK with the one it was made from, whose owner needs it set.
     const int flags = fcntl(fd_, F_GETFL);
     if (flags < 0 || fcntl(fd_, F_SETFL, flags | O_NONBLOCK) < 0 || pipe(wake_) != 0) {
@@ -303,7 +296,8 @@ void CallConnection::answer(const uint8_t * data, size_t size, const Other & oth
     timing.arrived = Clock::now();
     if (data == nullptr || !answer_call(data, size, timing)) {
         const double age_s = std::chrono::duration<double>(Clock::now() - timing.arrived).count();
-        other(data, size, age_s, [&](const void * reply, size_t n) { send_message(static_cast<const uint8_t *>(reply), n); });
+        other(data, size, age_s,
+              [&](const void * reply, size_t n) { send_message(static_cast<const uint8_t *>(reply), n); });
     }
     if (is_renewed_) {
         close(1012, "the body limit has grown");
@@ -311,91 +305,122 @@ void CallConnection::answer(const uint8_t * data, size_t size, const Other & oth
     }
 }
 
+// One call on its way through answer_call.
+struct CallConnection::Call {
+    CallMessage                      message;
+    std::shared_ptr<const HeldLayer> layer;
+    uint64_t                         n_pairs = 0;
+    size_t                           n_h     = 0;  // rows of the input
+    FfnCall                          ffn;
+    size_t                           n_y     = 0;  // values of the result
+    size_t                           y_bytes = 0;
+    uint8_t *                        y       = nullptr;  // where the result lies in the send buffer
+};
+
 // False: the call has not been answered, for whatever reason.
 bool CallConnection::answer_call(const uint8_t * data, size_t size, FfnTiming & timing) {
-    CallMessage message;
-    if (!decode_call(data, size, message)) {
+    Call call;
+    if (!decode_call(data, size, call.message) || !check_call(call) || !read_values(call)) {
         return false;
     }
-    const auto layer = server_->find(message.model, message.layer, message.term);
-    if (!layer || layer->program != message.program || message.n_rows < 1 || message.n_rows > uint64_t(server_->max_rows_) ||
-        message.has_weight != layer->uses_weight) {
+    timing.waiting_max = server_->waiting_max_;
+    timing.delay_s     = server_->delay_s_;
+    // Beyond a day nobody computes with it, and the clock would overflow.
+    timing.deadline = timing.arrived +
+                      std::chrono::milliseconds(std::min<uint64_t>(call.message.deadline_ms, 86400000));
+    if (!compute(call, timing)) {
         return false;
     }
-    // Every length against what the fields before it imply; none of these products can wrap, rows being bounded.
-    const uint64_t n_pairs = message.expert.size / 4;
-    const uint64_t n_h     = layer->per_pair ? n_pairs : message.n_rows;
-    const size_t   n_in    = size_t(layer->n_in);
-    if (message.expert.size % 4 != 0 || n_pairs < 1 || n_pairs > message.n_rows * uint64_t(layer->n_used) ||
-        message.row.size != message.expert.size || (message.has_weight && message.weight.size != message.expert.size) ||
-        message.h.size != n_h * n_in * dtype_bytes(message.dtype)) {
+    send_result(call, size, timing);
+    return true;
+}
+
+// That a layer held here is meant, and every length against what the fields before it imply.
+bool CallConnection::check_call(Call & call) const {
+    const CallMessage & message = call.message;
+    call.layer                  = server_->find(message.model, message.layer, message.term);
+    if (!call.layer || call.layer->program != message.program || message.n_rows < 1 ||
+        message.n_rows > uint64_t(server_->max_rows_) || message.has_weight != call.layer->uses_weight) {
         return false;
     }
+    // None of these products can wrap, rows being bounded.
+    call.n_pairs = message.expert.size / 4;
+    call.n_h     = size_t(call.layer->per_pair ? call.n_pairs : message.n_rows);
+    return message.expert.size % 4 == 0 && call.n_pairs >= 1 &&
+           call.n_pairs <= message.n_rows * uint64_t(call.layer->n_used) && message.row.size == message.expert.size &&
+           (!message.has_weight || message.weight.size == message.expert.size) &&
+           message.h.size == call.n_h * size_t(call.layer->n_in) * dtype_bytes(message.dtype);
+}
+
+// The message's values as the store wants them; that the experts are there, and no value is infinite.
+bool CallConnection::read_values(Call & call) {
+    const CallMessage & message = call.message;
+    const HeldLayer &   layer   = *call.layer;
     copy_values(message.row, row_);
     copy_values(message.expert, expert_);
     copy_values(message.weight, weight_);
     for (const int32_t expert : expert_) {
-        if (expert < 0 || size_t(expert) >= layer->ready.size() || !layer->ready[size_t(expert)]) {
+        if (expert < 0 || size_t(expert) >= layer.ready.size() || !layer.ready[size_t(expert)]) {
             return false;
         }
     }
-    FfnCall call;
+    FfnCall & ffn = call.ffn;
     if (message.dtype == Dtype::f32) {
         // As it lies in the message, on any address: the store only copies from it.
-        call.h = reinterpret_cast<const float *>(message.h.data);
+        ffn.h = reinterpret_cast<const float *>(message.h.data);
     } else {
-        h_.resize(size_t(n_h) * n_in);
+        h_.resize(call.n_h * size_t(layer.n_in));
         if (!decode_floats(message.dtype, message.h.data, h_.size(), h_.data())) {
             return false;
         }
-        call.h = h_.data();
+        ffn.h = h_.data();
     }
-    call.layer          = int(message.layer);
-    call.program_digest = message.program;
-    call.n_h            = int64_t(n_h);
-    call.n_in           = layer->n_in;
-    call.n_out          = layer->n_out;
-    call.row            = row_.data();
-    call.expert         = expert_.data();
-    call.weight         = layer->uses_weight ? weight_.data() : nullptr;
-    call.n_pairs        = int64_t(n_pairs);
-    call.n_rows         = int64_t(message.n_rows);
-    call.reduce         = message.reduce;
-    timing.waiting_max  = server_->waiting_max_;
-    timing.delay_s      = server_->delay_s_;
-    // Beyond a day nobody computes with it, and the clock would overflow.
-    timing.deadline = timing.arrived + std::chrono::milliseconds(std::min<uint64_t>(message.deadline_ms, 86400000));
+    ffn.layer          = int(message.layer);
+    ffn.program_digest = message.program;
+    ffn.n_h            = int64_t(call.n_h);
+    ffn.n_in           = layer.n_in;
+    ffn.n_out          = layer.n_out;
+    ffn.row            = row_.data();
+    ffn.expert         = expert_.data();
+    ffn.weight         = layer.uses_weight ? weight_.data() : nullptr;
+    ffn.n_pairs        = int64_t(call.n_pairs);
+    ffn.n_rows         = int64_t(message.n_rows);
+    ffn.reduce         = message.reduce;
+    return true;
+}
 
-    const size_t n_values = size_t(message.reduce == Reduce::rows ? n_pairs : message.n_rows) * size_t(layer->n_out);
-    const size_t y_bytes  = n_values * dtype_bytes(message.dtype);
-    uint8_t *    y        = tx(head_room + y_bytes + reply_part_max) + head_room;
+// Into the send buffer, in the message's format.
+bool CallConnection::compute(Call & call, FfnTiming & timing) {
+    const CallMessage & message = call.message;
+    call.n_y     = size_t(message.reduce == Reduce::rows ? call.n_pairs : message.n_rows) * size_t(call.layer->n_out);
+    call.y_bytes = call.n_y * dtype_bytes(message.dtype);
+    call.y       = tx(head_room + call.y_bytes + reply_part_max) + head_room;
     try {
         if (message.dtype == Dtype::f32) {
-            float * const values = reinterpret_cast<float *>(y);
-            layer->store->ffn(call, values, &timing);
+            float * const values = reinterpret_cast<float *>(call.y);
+            call.layer->store->ffn(call.ffn, values, &timing);
             // Rows are checked where they are computed; a sum of them is not.
-            if (message.reduce == Reduce::sum && !all_finite(values, n_values)) {
-                return false;
-            }
-        } else {
-            y_.resize(n_values);
-            layer->store->ffn(call, y_.data(), &timing);
-            if (!all_finite(y_.data(), n_values) || !encode_floats(message.dtype, y_.data(), n_values, y)) {
-                return false;
-            }
+            return message.reduce != Reduce::sum || all_finite(values, call.n_y);
         }
+        y_.resize(call.n_y);
+        call.layer->store->ffn(call.ffn, y_.data(), &timing);
+        return all_finite(y_.data(), call.n_y) && encode_floats(message.dtype, y_.data(), call.n_y, call.y);
     } catch (const std::exception &) {  // the owner meets it again, and says what it is
         return false;
     }
-    uint8_t      head[reply_part_max];
-    const size_t n_head = write_reply_head(message.id, y_bytes, head);
-    const size_t n_tail = write_reply_tail(timing.compute_us, timing.queue_us, y + y_bytes);
+}
+
+// Head and tail are written around the result: it is not copied.
+void CallConnection::send_result(const Call & call, size_t n_received, const FfnTiming & timing) {
+    uint8_t * const y = call.y;
+    uint8_t         head[reply_part_max];
+    const size_t    n_head = write_reply_head(call.message.id, call.y_bytes, head);
+    const size_t    n_tail = write_reply_tail(timing.compute_us, timing.queue_us, y + call.y_bytes);
     std::memcpy(y - n_head, head, n_head);
-    const size_t n_message = n_head + y_bytes + n_tail;
+    const size_t n_message = n_head + call.y_bytes + n_tail;
     const size_t n_header  = server_frame_header(frame_binary, n_message, y - n_head);
-    server_->count({ 1, n_pairs, size, n_message, timing.queue_us, timing.compute_us });
+    server_->count({ 1, call.n_pairs, n_received, n_message, timing.queue_us, timing.compute_us });
     send(y - n_head - n_header, n_header + n_message);
-    return true;
 }
 
 }  // namespace swarm

@@ -1,8 +1,9 @@
 #pragma once
 // Expert calls over WebSockets without Python: one thread a connection reads, computes and answers.
 //
-// What is held here, and up to which term, the owner says (node/expert_server/held_slices.py). A call that is right in every respect is
-// answered here. Any other message goes to the owner, so that refusals have one source, whatever carried the call.
+// What is held here, and up to which term, the owner says (node/expert_server/held_slices.py). A call that is right in
+// every respect is answered here. Any other message goes to the owner, so that refusals have one source, whatever
+// carried the call.
 
 #include "common/brief_poll.hpp"
 #include "expert_server/client_frames.hpp"
@@ -41,7 +42,8 @@ class CallServer {
   public:
     // waiting_max: calls that may wait for the device. poll_limit: for how long a connection looks for its next message
     // before it sleeps. delay_s: slept before each call computes, a test hook.
-    CallServer(const std::string & device, int64_t max_rows, size_t waiting_max, std::chrono::microseconds poll_limit, double delay_s);
+    CallServer(const std::string & device, int64_t max_rows, size_t waiting_max, std::chrono::microseconds poll_limit,
+               double delay_s);
 
     void publish(const std::string & model, int layer, HeldLayer held);
     void withdraw(const std::string & model, int layer);
@@ -59,7 +61,8 @@ class CallServer {
         std::map<uint64_t, std::shared_ptr<const HeldLayer>> layers;
     };
 
-    std::shared_ptr<const HeldLayer> find(std::string_view model, uint64_t layer, uint64_t term) const;  // nullptr: none
+    std::shared_ptr<const HeldLayer> find(std::string_view model, uint64_t layer,
+                                          uint64_t term) const;  // nullptr: none
     void count(const CallCounters & of_call);
 
     const int64_t                             max_rows_;
@@ -74,7 +77,8 @@ class CallServer {
 
 class CallConnection {
   public:
-    // Answers a message (nullptr: a text one) that came `age_s` ago by calling `reply` once. Throws to end the connection.
+    // Answers a message (nullptr: a text one) that came `age_s` ago by calling `reply` once. Throws to end the
+    // connection.
     using Reply = std::function<void(const void * data, size_t size)>;
     using Other = std::function<void(const uint8_t * data, size_t size, double age_s, const Reply & reply)>;
 
@@ -95,6 +99,7 @@ class CallConnection {
 
   private:
     struct Ended {};  // thrown when there is nobody to talk to any more
+    struct Call;
 
     bool  wait(bool for_writing, double timeout_s);
     void  shrink();
@@ -103,6 +108,10 @@ class CallConnection {
     void  send_message(const uint8_t * data, size_t size);
     void  answer(const uint8_t * data, size_t size, const Other & other);
     bool  answer_call(const uint8_t * data, size_t size, FfnTiming & timing);
+    bool  check_call(Call & call) const;
+    bool  read_values(Call & call);
+    bool  compute(Call & call, FfnTiming & timing);
+    void  send_result(const Call & call, size_t n_received, const FfnTiming & timing);
     void  close(unsigned code, std::string_view reason);
     void  wake();
 

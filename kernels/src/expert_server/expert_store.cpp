@@ -1,5 +1,6 @@
 #include "expert_server/expert_store.hpp"
 
+#include "common/floats.hpp"
 #include "expert_server/program_graph.hpp"
 #include "expert_server/tensor_files.hpp"
 #include "expert_server/weight_types.hpp"
@@ -33,21 +34,9 @@ constexpr size_t kept_graphs_bytes_max = size_t{ 16 } << 20;
 // Values of one kept graph; those of the reference model take 4 MB for 64 pairs. All kept graphs share the memory.
 constexpr size_t kept_values_bytes_max = size_t{ 16 } << 20;
 
-// Multiplications worth a thread: 0.3 ms of a core. To wake one takes up to 0.05 ms, and where the cores are busy a step
-// waits for the thread that has none: three processes of two threads each on two cores took five times as long.
+// Multiplications worth a thread: 0.3 ms of a core. To wake one takes up to 0.05 ms, and where the cores are busy a
+// step waits for the thread that has none: three processes of two threads each on two cores took five times as long.
 constexpr int64_t thread_products_min = int64_t{ 1 } << 22;
-
-bool all_finite(const float * values, int64_t n) {
-    // On the bits, because a floating-point reduction would not vectorise: all exponent bits set is Inf or NaN.
-    constexpr uint32_t exponent = 0x7f800000u;
-    uint32_t           bad      = 0;
-    for (int64_t i = 0; i < n; i++) {
-        uint32_t bits;
-        std::memcpy(&bits, values + i, sizeof(bits));
-        bad |= static_cast<uint32_t>((bits & exponent) == exponent);
-    }
-    return bad == 0;
-}
 
 // One multiplication per value, as ggml does it, so the bits are the same.
 void scale(float * values, int64_t n, float factor) {
@@ -67,7 +56,7 @@ struct ExpertStore::Slice {
     uint64_t     serial   = 0;  // of no other slice of this store, ever
     int          n_expert = 0;
     Program      program;                // what the graph computes of it: without the last step when that is left out
-    bool         scales_result = false;  // the last step, times w, is done on the result: ggml takes 4 ns for each value
+    bool scales_result = false;  // the last step, times w, is done on the result: ggml takes 4 ns for each value
     uint64_t     digest = 0;
     bool         uses_weight = false;
     ProgramShape shape;
@@ -264,7 +253,8 @@ SliceInfo ExpertStore::load(int layer, const Program & program, int first, int l
                             "', which this build of ggml does not have for weights");
         }
         if (ne.size() < 2 && type != GGML_TYPE_F32) {
-            throw LoadError(where + "tensor '" + name + "' is " + ggml_type_name(type) + "; biases and scales must be f32");
+            throw LoadError(where + "tensor '" + name + "' is " + ggml_type_name(type) +
+                            "; biases and scales must be f32");
         }
         std::vector<int64_t> shape = ne;
         shape.push_back(n_local);
@@ -281,8 +271,8 @@ SliceInfo ExpertStore::load(int layer, const Program & program, int first, int l
             given += std::min(part.bytes, std::numeric_limits<uint64_t>::max() - given);  // a sum must not wrap
         }
         if (given != ggml_nbytes(t)) {
-            throw LoadError(where + "tensor '" + name + "' needs " + std::to_string(ggml_nbytes(t)) + " bytes, given are " +
-                            std::to_string(given));
+            throw LoadError(where + "tensor '" + name + "' needs " + std::to_string(ggml_nbytes(t)) +
+                            " bytes, given are " + std::to_string(given));
         }
     }
 
@@ -395,13 +385,14 @@ const ProgramGraph * ExpertStore::kept_graph(const Slice & slice, int64_t n_pair
     made.memory.resize(program_graph_context_bytes(slice.program));
     const ggml_init_params params = { made.memory.size(), made.memory.data(), true };
     made.context.reset(ggml_init(params));
-    made.graph = build_program_graph(made.context.get(), slice.program, slice.shape, slice.weights, n_pairs);
+    ggml_context * const context = made.context.get();
+    made.graph = build_program_graph(context, slice.program, slice.shape, slice.weights, n_pairs);
 
     ggml_backend_buffer_type_t type      = ggml_backend_get_default_buffer_type(engine.backend.get());
     const size_t               alignment = ggml_backend_buft_get_alignment(type);
     const auto is_own = [](const ggml_tensor * t) { return t->data == nullptr && t->view_src == nullptr; };
     size_t needed = alignment;
-    for (ggml_tensor * t = ggml_get_first_tensor(made.context.get()); t != nullptr; t = ggml_get_next_tensor(made.context.get(), t)) {
+    for (ggml_tensor * t = ggml_get_first_tensor(context); t != nullptr; t = ggml_get_next_tensor(context, t)) {
         if (is_own(t)) {
             needed += GGML_PAD(ggml_backend_buft_get_alloc_size(type, t), alignment);
         }
@@ -420,10 +411,10 @@ const ProgramGraph * ExpertStore::kept_graph(const Slice & slice, int64_t n_pair
         ggml_backend_buffer_set_usage(engine.kept_values.get(), GGML_BACKEND_BUFFER_USAGE_COMPUTE);
     }
     ggml_tallocr allocator = ggml_tallocr_new(engine.kept_values.get());
-    for (ggml_tensor * t = ggml_get_first_tensor(made.context.get()); t != nullptr; t = ggml_get_next_tensor(made.context.get(), t)) {
-        const ggml_status status = is_own(t)                                          ? ggml_tallocr_alloc(&allocator, t)
+    for (ggml_tensor * t = ggml_get_first_tensor(context); t != nullptr; t = ggml_get_next_tensor(context, t)) {
+        const ggml_status status = is_own(t)                                        ? ggml_tallocr_alloc(&allocator, t)
                                    : t->buffer == nullptr && t->view_src != nullptr ? ggml_backend_view_init(t)
-                                                                                      : GGML_STATUS_SUCCESS;
+                                                                                    : GGML_STATUS_SUCCESS;
         if (status != GGML_STATUS_SUCCESS) {
             return nullptr;
         }
@@ -441,7 +432,7 @@ const ProgramGraph * ExpertStore::kept_graph(const Slice & slice, int64_t n_pair
 
 void ExpertStore::compute_graph(const ProgramGraph & graph, int64_t n_products, const float * h, const int32_t * ids,
                                 const float * weight, float * out) {
-    const std::pair<ggml_tensor *, const void *> inputs[] = { { graph.h, h }, { graph.ids, ids }, { graph.weight, weight } };
+    const std::pair<ggml_tensor *, const void *> inputs[] = {{graph.h, h}, {graph.ids, ids}, {graph.weight, weight}};
     for (const auto & [tensor, data] : inputs) {
         // One that the result does not depend on may have no memory.
         if (tensor != nullptr && tensor->buffer != nullptr) {
@@ -468,7 +459,8 @@ void ExpertStore::compute(const Slice & slice, const float * h, const int32_t * 
     const ggml_context_ptr context(ggml_init(params));
     const ProgramGraph graph = build_program_graph(context.get(), slice.program, slice.shape, slice.weights, n_pairs);
     if (!ggml_gallocr_alloc_graph(engine_->allocator.get(), graph.graph)) {
-        throw ComputeError("device " + device_name_ + " has no memory to compute " + std::to_string(n_pairs) + " pairs");
+        throw ComputeError("device " + device_name_ + " has no memory to compute " + std::to_string(n_pairs) +
+                           " pairs");
     }
     compute_graph(graph, n_products, h, ids, weight, out);
 }
@@ -489,14 +481,16 @@ void ExpertStore::check(const FfnCall & call, const Slices & of_layer, Scratch &
                       std::to_string(any.shape.n_out));
     }
     if (call.n_rows < 0 || call.n_pairs < 0 || call.n_h != (any.program.input_pair ? call.n_pairs : call.n_rows)) {
-        throw BadCall(where() + std::to_string(call.n_h) + " input rows for " + std::to_string(call.n_rows) + " rows and " +
-                      std::to_string(call.n_pairs) + " pairs");
+        throw BadCall(where() + std::to_string(call.n_h) + " input rows for " + std::to_string(call.n_rows) +
+                      " rows and " + std::to_string(call.n_pairs) + " pairs");
     }
     if (any.uses_weight != (call.weight != nullptr)) {
-        throw BadCall(where() + (call.weight != nullptr ? "gate weights given, but the layer's program does not use them"
-                                                        : "the layer's program needs gate weights"));
+        throw BadCall(where() + (call.weight != nullptr
+                                     ? "gate weights given, but the layer's program does not use them"
+                                     : "the layer's program needs gate weights"));
     }
-    if (!all_finite(call.h, call.n_h * call.n_in) || (call.weight != nullptr && !all_finite(call.weight, call.n_pairs))) {
+    if (!all_finite(call.h, static_cast<size_t>(call.n_h * call.n_in)) ||
+        (call.weight != nullptr && !all_finite(call.weight, static_cast<size_t>(call.n_pairs)))) {
         throw BadCall(where() + "an input or gate weight is not finite");
     }
     scratch.slice_of_pair.resize(static_cast<size_t>(call.n_pairs));
@@ -508,7 +502,8 @@ void ExpertStore::check(const FfnCall & call, const Slices & of_layer, Scratch &
                           " is out of range or descends");
         }
         if (expert < 0 || expert >= any.n_expert) {
-            throw BadCall(where() + "expert " + std::to_string(expert) + " of a layer of " + std::to_string(any.n_expert));
+            throw BadCall(where() + "expert " + std::to_string(expert) + " of a layer of " +
+                          std::to_string(any.n_expert));
         }
         std::vector<int32_t> & seen = scratch.seen_in_row;
         if (p == 0 || row != call.row[p - 1]) {
@@ -561,9 +556,10 @@ void ExpertStore::compute_pairs(const FfnCall & call, const Slice & slice, const
     for (int64_t i = 0; slice.scales_result && i < n_pairs; i++) {
         scale(target + static_cast<size_t>(i) * n_out, slice.shape.n_out, scratch.weight[static_cast<size_t>(i)]);
     }
-    if (!all_finite(target, n_pairs * slice.shape.n_out)) {
-        throw NotFinite("layer " + std::to_string(call.layer) + ": experts " + std::to_string(slice.info.first) + " to " +
-                        std::to_string(slice.info.last) + " gave a value that is not finite on device " + device_name_);
+    if (!all_finite(target, static_cast<size_t>(n_pairs * slice.shape.n_out))) {
+        throw NotFinite("layer " + std::to_string(call.layer) + ": experts " + std::to_string(slice.info.first) +
+                        " to " + std::to_string(slice.info.last) + " gave a value that is not finite on device " +
+                        device_name_);
     }
     for (int64_t i = 0; !whole && i < n_pairs; i++) {
         std::memcpy(rows + static_cast<size_t>(pairs[i]) * n_out, target + static_cast<size_t>(i) * n_out,
@@ -599,7 +595,8 @@ void ExpertStore::compute_in_parts(const FfnCall & call, const Slices & of_layer
             if (!std::exchange(begun, true)) {
                 begin_turn();
             }
-            compute_pairs(call, *slice, scratch.pairs.data(), static_cast<int64_t>(scratch.pairs.size()), rows, scratch);
+            compute_pairs(call, *slice, scratch.pairs.data(), static_cast<int64_t>(scratch.pairs.size()), rows,
+                          scratch);
         }
     }
 }
@@ -663,7 +660,8 @@ void ExpertStore::ffn(const FfnCall & call, float * out, FfnTiming * timing) {
     if (timing != nullptr && gate_->waiting() >= timing->waiting_max) {
         throw TooLate("too many calls are waiting");
     }
-    const bool is_large = call.n_pairs > large_in_parts * part_products_max_ / std::max<int64_t>(any.products_per_pair, 1);
+    const bool is_large = call.n_pairs >
+                          large_in_parts * part_products_max_ / std::max<int64_t>(any.products_per_pair, 1);
     // On another device the cut could choose other kernels, and with them other bits; and such a device is fast.
     if (!is_large || !engine_->is_cpu) {
         const DeviceGate::Turn turn(*gate_, is_large ? DeviceGate::Size::part_of_large : DeviceGate::Size::small);
@@ -691,7 +689,8 @@ void ExpertStore::ffn(const FfnCall & call, float * out, FfnTiming * timing) {
         engine_->spare = std::move(of_call);
     }
     if (timing != nullptr) {
-        const auto us = std::chrono::duration_cast<std::chrono::microseconds>(FfnTiming::Clock::now() - timing->arrived);
+        const auto us      = std::chrono::duration_cast<std::chrono::microseconds>(FfnTiming::Clock::now() -
+                                                                                   timing->arrived);
         timing->compute_us = static_cast<uint64_t>(us.count()) - timing->queue_us;
     }
 }

@@ -1,6 +1,7 @@
 // The ggml backend "Swarm": llama.cpp loads it through GGML_BACKEND_PATH and gives it the routed experts of every
 // layer, which it has the expert servers compute.
 
+#include "common/environment.hpp"
 #include "llama/backend_session.hpp"
 #include "llama/capture.hpp"
 #include "llama/expert_weights.hpp"
@@ -176,14 +177,16 @@ std::string library_of(const void * function) {
 extern "C" __attribute__((visibility("default"))) ggml_backend_reg_t ggml_backend_init() {
     if (std::string(ggml_commit()) != "swarm-" SWARM_BUILD_ID) {
         GGML_LOG_ERROR("%s", ("swarm: build ids differ: the Swarm backend " +
-                              swarm::library_of(reinterpret_cast<void *>(&ggml_backend_init)) + " is of build swarm-" SWARM_BUILD_ID
-                              ", but ggml in " + swarm::library_of(reinterpret_cast<void *>(&ggml_commit)) + " is of build " +
-                              ggml_commit() + "; use the programs and libraries of one swarm-node package\n").c_str());
+                              swarm::library_of(reinterpret_cast<void *>(&ggml_backend_init)) +
+                              " is of build swarm-" SWARM_BUILD_ID ", but ggml in " +
+                              swarm::library_of(reinterpret_cast<void *>(&ggml_commit)) + " is of build " +
+                              ggml_commit() + "; use the programs and libraries of one swarm-node package\n")
+                                 .c_str());
         return nullptr;
     }
     swarm::end_with_parent();
     // A router's engine; its routed experts are all ours. Other programs load as they do without us.
-    if (std::getenv("SWARM_CONTROL") != nullptr) {
+    if (std::getenv(swarm::environment::control) != nullptr) {
         swarm::load_without_experts();
     }
     return swarm::registry();

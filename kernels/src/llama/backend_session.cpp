@@ -1,12 +1,11 @@
 #include "llama/backend_session.hpp"
 
-#include "router/call_proof.hpp"
+#include "common/environment.hpp"
 #include "llama/expert_weights.hpp"
+#include "router/call_proof.hpp"
 
 #include "ggml-impl.h"
 
-#include <algorithm>
-#include <chrono>
 #include <cstdlib>
 #include <fstream>
 
@@ -15,19 +14,6 @@
 namespace swarm {
 
 namespace {
-
-std::string environment(const char * name) {
-    const char * value = std::getenv(name);
-    return value != nullptr ? value : "";
-}
-
-// As node/environment.py reads it for the expert server.
-std::chrono::microseconds poll_limit() {
-    constexpr long    default_us = 300, max_us = 10000;
-    const std::string text      = environment("SWARM_NODE_POLL_US");
-    const bool        is_number = !text.empty() && text.size() <= 6 && text.find_first_not_of("0123456789") == std::string::npos;
-    return std::chrono::microseconds(is_number ? std::min(std::stol(text), max_us) : default_us);
-}
 
 std::string describe(const Failure & f) {
     std::string text = "layer " + std::to_string(f.layer);
@@ -46,12 +32,14 @@ BackendSession & BackendSession::instance() {
 }
 
 BackendSession::BackendSession()
-    : caller_(std::make_unique<Caller>(parse_call_key(environment("SWARM_CALL_KEY")), poll_limit())),
-      stats_path_(environment("SWARM_STATS")) {
-    if (!environment("SWARM_CALL_KEY").empty() && parse_call_key(environment("SWARM_CALL_KEY")).empty()) {
+    : caller_(std::make_unique<Caller>(parse_call_key(environment::text(environment::call_key)),
+                                       environment::poll_limit())),
+      stats_path_(environment::text(environment::stats)) {
+    const std::string key = environment::text(environment::call_key);
+    if (!key.empty() && parse_call_key(key).empty()) {
         GGML_LOG_ERROR("swarm: SWARM_CALL_KEY is not 64 hexadecimal digits; calls prove no key\n");
     }
-    const std::string table_path = environment("SWARM_TABLE");
+    const std::string table_path = environment::text(environment::table);
     if (!table_path.empty()) {
         std::string problem;
         const auto  table = RoutingTable::read(table_path, problem);
@@ -61,7 +49,7 @@ BackendSession::BackendSession()
             caller_->set_table(table);
         }
     }
-    const std::string address = environment("SWARM_CONTROL");
+    const std::string address = environment::text(environment::control);
     if (!address.empty()) {
         ControlChannel::Handlers handlers;
         handlers.on_table   = [this](std::shared_ptr<const RoutingTable> table) { return use_table(std::move(table)); };
@@ -88,7 +76,9 @@ std::string BackendSession::use_table(std::shared_ptr<const RoutingTable> table)
     if (!used->newer_than(*table)) {
         return std::string();  // the same: it comes again with every connection
     }
-    const auto number = [](const RoutingTable & t) { return "term " + std::to_string(t.term) + ", sequence " + std::to_string(t.sequence); };
+    const auto number = [](const RoutingTable & t) {
+        return "term " + std::to_string(t.term) + ", sequence " + std::to_string(t.sequence);
+    };
     return "it is older (" + number(*table) + ") than the one in use (" + number(*used) + ")";
 }
 

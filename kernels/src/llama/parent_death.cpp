@@ -1,5 +1,7 @@
 #include "llama/parent_death.hpp"
 
+#include "common/environment.hpp"
+
 #include <csignal>
 #include <cstdlib>
 #include <unistd.h>
@@ -14,7 +16,7 @@
 namespace swarm {
 
 void end_with_parent() {
-    const char * text = std::getenv("SWARM_PARENT_PID");
+    const char * text = std::getenv(environment::parent_pid);
     if (text == nullptr) {
         return;
     }

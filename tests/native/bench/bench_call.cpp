@@ -3,6 +3,7 @@
 // Layer 0 of the table; a token uses N_USED experts, spread evenly over the N_EXPERT. Prints one JSON object, times in
 // microseconds. Encoding and decoding are measured by themselves, on the same sizes, since they cost less than a clock.
 
+#include "common/environment.hpp"
 #include "router/caller.hpp"
 #include "router/wire.hpp"
 
@@ -21,9 +22,13 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-double us_since(Clock::time_point begun) { return std::chrono::duration<double, std::micro>(Clock::now() - begun).count(); }
+double us_since(Clock::time_point begun) {
+    return std::chrono::duration<double, std::micro>(Clock::now() - begun).count();
+}
 
-double percentile(std::vector<double> & sorted, double part) { return sorted[size_t(double(sorted.size() - 1) * part)]; }
+double percentile(std::vector<double> & sorted, double part) {
+    return sorted[size_t(double(sorted.size() - 1) * part)];
+}
 
 // One call with all pairs of all tokens: what encoding the request and reading the reply take, each.
 void codec(const LayerInput & input, const RoutingTable & table, double & encode_us, double & decode_us) {
@@ -95,9 +100,9 @@ int main(int argc, char ** argv) {
     const int         rounds = std::atoi(argv[6]), n_tokens = std::atoi(argv[7]);
     std::string       problem;
     const auto        table = RoutingTable::parse(text, problem);
-    const char * const poll_us = std::getenv("SWARM_NODE_POLL_US");
-    Caller             caller("", std::chrono::microseconds(poll_us != nullptr ? std::atol(poll_us) : 300));
-    if (n_embd < 1 || n_used < 1 || n_expert < n_used || rounds < 1 || n_tokens < 1 || !table || !caller.set_table(table)) {
+    Caller            caller("", environment::poll_limit());
+    if (n_embd < 1 || n_used < 1 || n_expert < n_used || rounds < 1 || n_tokens < 1 || !table ||
+        !caller.set_table(table)) {
         std::fprintf(stderr, "swarm-bench-call: bad argument %s\n", problem.c_str());
         return 2;
     }
@@ -146,17 +151,19 @@ int main(int argc, char ** argv) {
         sent += double(after.nodes[i].bytes_sent - before.nodes[i].bytes_sent);
         received += double(after.nodes[i].bytes_received - before.nodes[i].bytes_received);
     }
-    const auto layer_of = [](const Trace & trace) { return trace.layers.empty() ? LayerTrace() : trace.layers.front().counters; };
+    const auto layer_of = [](const Trace & trace) {
+        return trace.layers.empty() ? LayerTrace() : trace.layers.front().counters;
+    };
     const LayerTrace from = layer_of(trace_before), to = layer_of(caller.trace());
-    const auto       us_of_round = [&](uint64_t LayerTrace::*part) { return double(to.*part - from.*part) / 1000 / rounds; };
+    const auto us_of_round = [&](uint64_t LayerTrace::*part) { return double(to.*part - from.*part) / 1000 / rounds; };
     double encode_us = 0, decode_us = 0;
     codec(input, *table, encode_us, decode_us);
     std::sort(us.begin(), us.end());
     std::printf("{\"p50_us\": %.1f, \"p99_us\": %.1f, \"least_us\": %.1f, \"encode_us\": %.1f, \"decode_us\": %.1f, "
-                "\"send_us\": %.1f, \"wait_us\": %.1f, \"add_us\": %.1f, \"compute_us\": %.1f, \"bytes_sent\": %.0f, \"bytes_received\": %.0f}\n",
+                "\"send_us\": %.1f, \"wait_us\": %.1f, \"add_us\": %.1f, \"compute_us\": %.1f, \"bytes_sent\": %.0f, "
+                "\"bytes_received\": %.0f}\n",
                 percentile(us, 0.5), percentile(us, 0.99), us.front(), encode_us, decode_us,
-                us_of_round(&LayerTrace::encode_ns), us_of_round(&LayerTrace::wait_ns), us_of_round(&LayerTrace::add_ns),
-                compute_us / calls, sent / calls,
-                received / calls);
+                us_of_round(&LayerTrace::encode_ns), us_of_round(&LayerTrace::wait_ns),
+                us_of_round(&LayerTrace::add_ns), compute_us / calls, sent / calls, received / calls);
     return 0;
 }
