@@ -20,7 +20,9 @@ int BriefPoll::operator()(pollfd * watched, nfds_t n_watched, int timeout_ms) {
         return poll(watched, n_watched, timeout_ms);
     }
     const Clock::time_point begun = now;
-    const Clock::time_point end   = begun + (timeout_ms < 0 ? limit_ : std::min(limit_, std::chrono::microseconds(std::chrono::milliseconds(timeout_ms))));
+    const Clock::time_point end =
+        begun +
+        (timeout_ms < 0 ? limit_ : std::min(limit_, std::chrono::microseconds(std::chrono::milliseconds(timeout_ms))));
     while (now < end) {
         const int n = poll(watched, n_watched, 0);
         if (n != 0) {

@@ -248,7 +248,8 @@ bool MsgpackReader::skip(int depth) {
         return false;
     }
     const uint8_t type = *at_;
-    if ((type & 0xf0) == 0x80 || type == 0xde || type == 0xdf || (type & 0xf0) == 0x90 || type == 0xdc || type == 0xdd) {
+    if ((type & 0xf0) == 0x80 || type == 0xde || type == 0xdf || (type & 0xf0) == 0x90 || type == 0xdc ||
+        type == 0xdd) {
         const bool is_map = (type & 0xf0) == 0x80 || type == 0xde || type == 0xdf;
         uint32_t   n      = 0;
         if (depth >= max_depth || !(is_map ? map(n) : array(n))) {

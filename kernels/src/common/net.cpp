@@ -25,7 +25,8 @@ bool parse_address(const std::string & host, uint16_t port, Address & address, s
     addrinfo *  found        = nullptr;
     const char * numeric     = host == "localhost" ? "127.0.0.1" : host.c_str();
     if (port == 0 || host.empty() || getaddrinfo(numeric, number.c_str(), &hints, &found) != 0 || !found) {
-        problem = "\"" + host.substr(0, 64) + "\" port " + number + " is not an IP address (or localhost) and a port from 1 to 65535";
+        problem = "\"" + host.substr(0, 64) + "\" port " + number +
+                  " is not an IP address (or localhost) and a port from 1 to 65535";
         return false;
     }
     std::memcpy(&address.storage, found->ai_addr, found->ai_addrlen);

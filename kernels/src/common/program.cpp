@@ -335,7 +335,8 @@ Program Program::parse(const std::string & text) {
     }
     Program program;
     if (lines[1] != "input row" && lines[1] != "input pair") {
-        throw ProgramError("layer program, line 2: '" + lines[1].substr(0, 64) + "' is not 'input row' or 'input pair'");
+        throw ProgramError("layer program, line 2: '" + lines[1].substr(0, 64) +
+                           "' is not 'input row' or 'input pair'");
     }
     program.input_pair = lines[1] == "input pair";
     for (size_t i = 2; i + 1 < lines.size(); i++) {

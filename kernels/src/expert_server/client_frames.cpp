@@ -188,7 +188,7 @@ bool ClientFrames::parse_header(Kind & kind) {
             return false;
         }
         close_code_ = length >= 2 ? unsigned(payload_.data[0]) << 8 | payload_.data[1] : 1005;
-        kind        = length == 1 || close_code_ < 1000 ? violate(1002, "a close frame without a valid code") : Kind::close;
+        kind = length == 1 || close_code_ < 1000 ? violate(1002, "a close frame without a valid code") : Kind::close;
         return false;
     }
     if (!in_message_) {

@@ -50,7 +50,7 @@ class ClientFrames {
     size_t           begin_ = 0, assembled_ = 0, parsed_ = 0, end_ = 0;
     size_t           frame_left_ = 0, frame_done_ = 0;
     uint8_t          mask_[4]    = {};
-    bool             in_message_ = false, in_frame_ = false, is_last_ = false, is_text_ = false, given_ = false, broken_ = false;
+    bool in_message_ = false, in_frame_ = false, is_last_ = false, is_text_ = false, given_ = false, broken_ = false;
     Bytes            payload_;
     unsigned         close_code_ = 0;
     std::string_view reason_;

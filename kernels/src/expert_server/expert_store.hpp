@@ -123,7 +123,9 @@ class ExpertStore {
     static constexpr int64_t part_products_max = int64_t{ 1 } << 29;
     // A call of more than so many parts is large: a token of each of eight users, with all experts here, is not.
     static constexpr int64_t large_in_parts = 4;
-    void set_part_products_max(int64_t n) { part_products_max_ = std::min(n, INT64_MAX / large_in_parts); }  // for tests
+    void                     set_part_products_max(int64_t n) {
+        part_products_max_ = std::min(n, INT64_MAX / large_in_parts);
+    }  // for tests
 
     // Graphs of calls of up to so many pairs are kept: of eight users' tokens, all experts of each.
     static constexpr int64_t kept_pairs_max = 64;
@@ -146,8 +148,8 @@ class ExpertStore {
                           const std::function<void()> & begin_turn);
     void compute(const Slice & slice, const float * h, const int32_t * ids, const float * weight, int64_t n_pairs,
                  float * out);
-    void compute_graph(const ProgramGraph & graph, int64_t n_products, const float * h, const int32_t * ids, const float * weight,
-                       float * out);
+    void compute_graph(const ProgramGraph & graph, int64_t n_products, const float * h, const int32_t * ids,
+                       const float * weight, float * out);
     const ProgramGraph * kept_graph(const Slice & slice, int64_t n_pairs);
 
     std::string             device_name_;

@@ -96,8 +96,8 @@ std::string library_path() {
     return found != 0 && info.dli_fname != nullptr ? info.dli_fname : "";
 }
 
-FloatArray ffn(swarm::ExpertStore & store, uint64_t program_digest, int layer, const FloatArray & h, const IntArray & row,
-               const IntArray & expert, const std::optional<FloatArray> & weight, int64_t n_rows,
+FloatArray ffn(swarm::ExpertStore & store, uint64_t program_digest, int layer, const FloatArray & h,
+               const IntArray & row, const IntArray & expert, const std::optional<FloatArray> & weight, int64_t n_rows,
                const std::string & reduce) {
     if (h.ndim() != 2 || row.ndim() != 1 || expert.ndim() != 1 || row.shape(0) != expert.shape(0) ||
         (weight && (weight->ndim() != 1 || weight->shape(0) != row.shape(0)))) {
@@ -136,7 +136,8 @@ FloatArray ffn(swarm::ExpertStore & store, uint64_t program_digest, int layer, c
 }
 
 // One tensor of an expert as ggml's scalar code reads it: [n_values] float64.
-py::array_t<double> dequantise(const std::string & type, int64_t row_values, const py::buffer & data, int64_t n_values) {
+py::array_t<double> dequantise(const std::string & type, int64_t row_values, const py::buffer & data,
+                               int64_t n_values) {
     const py::buffer_info info = data.request();
     if (info.ndim != 1 || info.itemsize != 1 || info.strides[0] != 1) {
         throw py::type_error("the data must be bytes");
@@ -148,7 +149,8 @@ py::array_t<double> dequantise(const std::string & type, int64_t row_values, con
     double * const      target = out.mutable_data();
     {
         const py::gil_scoped_release release;
-        swarm::dequantise(type, row_values, n_values, static_cast<const uint8_t *>(info.ptr), static_cast<size_t>(info.size), target);
+        swarm::dequantise(type, row_values, n_values, static_cast<const uint8_t *>(info.ptr),
+                          static_cast<size_t>(info.size), target);
     }
     return out;
 }
@@ -178,9 +180,9 @@ void serve(swarm::CallConnection & connection, const py::object & answer) {
 
 py::dict counters(const swarm::CallServer & server) {
     const swarm::CallCounters c = server.counters();
-    return py::dict(py::arg("calls") = c.calls, py::arg("pairs") = c.pairs, py::arg("bytes_received") = c.bytes_received,
-                    py::arg("bytes_sent") = c.bytes_sent, py::arg("queue_us") = c.queue_us,
-                    py::arg("compute_us") = c.compute_us);
+    return py::dict(py::arg("calls") = c.calls, py::arg("pairs") = c.pairs,
+                    py::arg("bytes_received") = c.bytes_received, py::arg("bytes_sent") = c.bytes_sent,
+                    py::arg("queue_us") = c.queue_us, py::arg("compute_us") = c.compute_us);
 }
 
 }  // namespace
@@ -252,25 +254,29 @@ PYBIND11_MODULE(_kernels, m) {
         .def("set_part_products_max", &swarm::ExpertStore::set_part_products_max, py::arg("n_products"))
         .def("kept_graphs", &swarm::ExpertStore::kept_graphs, py::call_guard<py::gil_scoped_release>())
         .def("ffn", &ffn, py::arg("program_digest"), py::arg("layer"), py::arg("h").noconvert(),
-             py::arg("row").noconvert(), py::arg("expert").noconvert(), py::arg("weight").noconvert(), py::arg("n_rows"),
-             py::arg("reduce"));
+             py::arg("row").noconvert(), py::arg("expert").noconvert(), py::arg("weight").noconvert(),
+             py::arg("n_rows"), py::arg("reduce"));
 
     py::class_<swarm::CallServer, std::shared_ptr<swarm::CallServer>>(m, "CallServer")
-        .def(py::init([](const std::string & device, int64_t max_rows, size_t waiting_max, int64_t poll_us, double delay_s) {
-                 return std::make_shared<swarm::CallServer>(device, max_rows, waiting_max, std::chrono::microseconds(poll_us),
-                                                            delay_s);
-             }),
-             py::arg("device"), py::arg("max_rows"), py::arg("waiting_max"), py::arg("poll_us") = 0, py::arg("delay_s") = 0.0)
-        .def("publish",
-             [](swarm::CallServer & server, const std::string & model, int layer, std::shared_ptr<swarm::ExpertStore> store,
-                uint64_t program_digest, int64_t n_in, int64_t n_out, int64_t n_used, bool per_pair, bool uses_weight,
-                const py::bytes & ready) {
-                 const std::string each = ready;
-                 server.publish(model, layer, { std::move(store), program_digest, n_in, n_out, n_used, per_pair, uses_weight,
-                                                std::vector<uint8_t>(each.begin(), each.end()) });
-             },
-             py::arg("model"), py::arg("layer"), py::arg("store"), py::arg("program_digest"), py::arg("n_in"),
-             py::arg("n_out"), py::arg("n_used"), py::arg("per_pair"), py::arg("uses_weight"), py::arg("ready"))
+        .def(py::init(
+                 [](const std::string & device, int64_t max_rows, size_t waiting_max, int64_t poll_us, double delay_s) {
+                     return std::make_shared<swarm::CallServer>(device, max_rows, waiting_max,
+                                                                std::chrono::microseconds(poll_us), delay_s);
+                 }),
+             py::arg("device"), py::arg("max_rows"), py::arg("waiting_max"), py::arg("poll_us") = 0,
+             py::arg("delay_s") = 0.0)
+        .def(
+            "publish",
+            [](swarm::CallServer & server, const std::string & model, int layer,
+               std::shared_ptr<swarm::ExpertStore> store, uint64_t program_digest, int64_t n_in, int64_t n_out,
+               int64_t n_used, bool per_pair, bool uses_weight, const py::bytes & ready) {
+                const std::string each = ready;
+                server.publish(model, layer,
+                               {std::move(store), program_digest, n_in, n_out, n_used, per_pair, uses_weight,
+                                std::vector<uint8_t>(each.begin(), each.end())});
+            },
+            py::arg("model"), py::arg("layer"), py::arg("store"), py::arg("program_digest"), py::arg("n_in"),
+            py::arg("n_out"), py::arg("n_used"), py::arg("per_pair"), py::arg("uses_weight"), py::arg("ready"))
         .def("withdraw", &swarm::CallServer::withdraw, py::arg("model"), py::arg("layer"))
         .def("set_term", &swarm::CallServer::set_term, py::arg("model"), py::arg("term"))
         .def("counters", &counters)

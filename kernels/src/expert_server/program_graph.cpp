@@ -137,8 +137,8 @@ ProgramGraph build_program_graph(ggml_context * context, const Program & program
             case StepOp::matmul:
                 t = ggml_mul_mat_id(context, weights.at(s.tensor), value(s.x), g.ids);
                 std::memcpy(t->op_params, s.prec, sizeof(s.prec));
-                // Vulkan's shaders add up in F16 otherwise, which is too coarse for hidden values of which one is far larger than
-                // all others (docs/equivalence.md). CPUs add up in F32 anyway.
+                // Vulkan's shaders add up in F16 otherwise, which is too coarse for hidden values of which one is far
+                // larger than all others (docs/equivalence.md). CPUs add up in F32 anyway.
                 t->op_params[0] = GGML_PREC_F32;
                 break;
             case StepOp::bias:

@@ -20,8 +20,8 @@ ggml_type weight_type(const std::string & name) {
     return GGML_TYPE_COUNT;
 }
 
-void dequantise(const std::string & type_name, int64_t row_values, int64_t n_values, const uint8_t * data, size_t n_bytes,
-                double * out) {
+void dequantise(const std::string & type_name, int64_t row_values, int64_t n_values, const uint8_t * data,
+                size_t n_bytes, double * out) {
     const ggml_type type = weight_type(type_name);
     if (type == GGML_TYPE_COUNT) {
         throw std::invalid_argument("'" + type_name.substr(0, 32) + "' is no type of weights of this build's ggml");
@@ -32,8 +32,8 @@ void dequantise(const std::string & type_name, int64_t row_values, int64_t n_val
     }
     const size_t row_bytes = ggml_row_size(type, row_values);
     if (n_bytes / row_bytes != static_cast<size_t>(n_values / row_values) || n_bytes % row_bytes != 0) {
-        throw std::invalid_argument(std::to_string(n_bytes) + " bytes are not " + std::to_string(n_values) + " values of " +
-                                    type_name);
+        throw std::invalid_argument(std::to_string(n_bytes) + " bytes are not " + std::to_string(n_values) +
+                                    " values of " + type_name);
     }
     // Blocks want their alignment, which bytes of a file need not have.
     std::vector<uint64_t> row((row_bytes + 7) / 8);

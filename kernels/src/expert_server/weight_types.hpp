@@ -13,8 +13,9 @@ namespace swarm {
 // types of weights.
 ggml_type weight_type(const std::string & name);
 
-// out: [n_values]. `data` are rows of `row_values` values each. Throws std::invalid_argument for a name that is no type of
-// weights, rows that are not whole blocks, or a wrong number of bytes.
-void dequantise(const std::string & type, int64_t row_values, int64_t n_values, const uint8_t * data, size_t n_bytes, double * out);
+// out: [n_values]. `data` are rows of `row_values` values each. Throws std::invalid_argument for a name that is no type
+// of weights, rows that are not whole blocks, or a wrong number of bytes.
+void dequantise(const std::string & type, int64_t row_values, int64_t n_values, const uint8_t * data, size_t n_bytes,
+                double * out);
 
 }  // namespace swarm

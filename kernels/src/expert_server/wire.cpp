@@ -7,8 +7,20 @@ namespace {
 constexpr uint64_t version = 1;
 
 enum : unsigned {
-    has_v = 1, has_id = 2, has_model = 4, has_program = 8, has_term = 16, has_layer = 32, has_reduce = 64, has_rows = 128,
-    has_dtype = 256, has_h = 512, has_row = 1024, has_expert = 2048, has_weight = 4096, has_deadline = 8192
+    has_v        = 1,
+    has_id       = 2,
+    has_model    = 4,
+    has_program  = 8,
+    has_term     = 16,
+    has_layer    = 32,
+    has_reduce   = 64,
+    has_rows     = 128,
+    has_dtype    = 256,
+    has_h        = 512,
+    has_row      = 1024,
+    has_expert   = 2048,
+    has_weight   = 4096,
+    has_deadline = 8192
 };
 constexpr unsigned has_all = has_v | has_id | has_model | has_program | has_term | has_layer | has_reduce | has_rows |
                              has_dtype | has_h | has_row | has_expert | has_deadline;

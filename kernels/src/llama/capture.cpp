@@ -137,9 +137,9 @@ class Translator {
         drop_unused();
         capture_.program.input_pair = h_per_pair_;
         if (capture_.program.steps.size() > Program::max_steps) {
-            throw Refused{ "the layer's program has " + std::to_string(capture_.program.steps.size()) + " steps; at most " +
-                               std::to_string(Program::max_steps) + " are allowed",
-                           capture_.layer };
+            throw Refused{"the layer's program has " + std::to_string(capture_.program.steps.size()) +
+                              " steps; at most " + std::to_string(Program::max_steps) + " are allowed",
+                          capture_.layer};
         }
         capture_.digest = capture_.program.digest();
         return std::move(capture_);
@@ -199,7 +199,8 @@ class Translator {
         const ggml_tensor * s  = t->src[src];
         const auto          it = values_.find(s);
         if (it == values_.end()) {
-            refuse(t, std::string("takes '") + (s != nullptr ? s->name : "nothing") + "', which the experts do not have");
+            refuse(t,
+                   std::string("takes '") + (s != nullptr ? s->name : "nothing") + "', which the experts do not have");
         }
         return it->second;
     }
@@ -298,7 +299,8 @@ class Translator {
             return;
         }
         if (t->ne[1] != s->ne[1] || t->ne[2] != s->ne[2] || t->nb[1] != s->nb[1] || t->nb[2] != s->nb[2] ||
-            offset % sizeof(float) != 0 || offset / sizeof(float) + static_cast<size_t>(t->ne[0]) > static_cast<size_t>(s->ne[0])) {
+            offset % sizeof(float) != 0 ||
+            offset / sizeof(float) + static_cast<size_t>(t->ne[0]) > static_cast<size_t>(s->ne[0])) {
             refuse(t, "is a view that is not a part of each row");
         }
         Step cut   = make(StepOp::cut, value(t, 0));

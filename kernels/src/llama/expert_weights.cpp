@@ -93,8 +93,8 @@ ggml_backend_buffer_type_t expert_weights_buffer_type(ggml_backend_dev_t device)
 }
 
 bool is_expert_weight(const ggml_tensor * tensor) {
-    return tensor != nullptr && tensor->op == GGML_OP_NONE && tensor->view_src == nullptr && tensor->buffer != nullptr &&
-           tensor->buffer->buft == instance() && holds_weights(tensor->buffer);
+    return tensor != nullptr && tensor->op == GGML_OP_NONE && tensor->view_src == nullptr &&
+           tensor->buffer != nullptr && tensor->buffer->buft == instance() && holds_weights(tensor->buffer);
 }
 
 std::set<std::string> expert_weight_names() {

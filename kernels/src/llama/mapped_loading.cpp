@@ -63,8 +63,8 @@ void load_without_experts() {
 }
 
 void read_ahead_in_mappings() {
-    // "address-address r--s offset device inode path"; there is no such file elsewhere than on Linux and Android. llama.cpp
-    // is the only one here to map files shared and for reading.
+    // "address-address r--s offset device inode path"; there is no such file elsewhere than on Linux and Android.
+    // llama.cpp is the only one here to map files shared and for reading.
     std::ifstream maps("/proc/self/maps");
     std::string   line;
     while (std::getline(maps, line)) {

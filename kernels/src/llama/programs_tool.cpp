@@ -28,7 +28,8 @@ int fail(const std::string & message) {
 
 int main(int argc, char ** argv) {
     if (argc != 3) {
-        return fail("usage: swarm-programs MODEL.gguf TENSOR_PATTERN (with GGML_BACKEND_PATH naming the Swarm backend)");
+        return fail(
+            "usage: swarm-programs MODEL.gguf TENSOR_PATTERN (with GGML_BACKEND_PATH naming the Swarm backend)");
     }
     llama_log_set(print_errors, nullptr);
     ggml_backend_load_all();

@@ -76,7 +76,8 @@ bool equal_in_constant_time(std::string_view a, std::string_view b) {
 }  // namespace
 
 std::array<uint8_t, 32> sha256(std::string_view data) {
-    uint32_t state[8] = {0x6a09e667u, 0xbb67ae85u, 0x3c6ef372u, 0xa54ff53au, 0x510e527fu, 0x9b05688cu, 0x1f83d9abu, 0x5be0cd19u};
+    uint32_t             state[8] = {0x6a09e667u, 0xbb67ae85u, 0x3c6ef372u, 0xa54ff53au,
+                                     0x510e527fu, 0x9b05688cu, 0x1f83d9abu, 0x5be0cd19u};
     std::vector<uint8_t> message(data.begin(), data.end());
     const uint64_t       n_bits = uint64_t(data.size()) * 8;
     message.push_back(0x80);
@@ -158,7 +159,8 @@ CallProof prove_call(std::string_view key, std::string_view target, std::string_
     }
     text += body;
     const std::string mac = hex(hmac_sha256(key, text));
-    return {"Swarm nonce=\"" + std::string(nonce) + "\", cnonce=\"" + std::string(cnonce) + "\", body=\"" + body + "\", mac=\"" + mac + "\"",
+    return {"Swarm nonce=\"" + std::string(nonce) + "\", cnonce=\"" + std::string(cnonce) + "\", body=\"" + body +
+                "\", mac=\"" + mac + "\"",
             mac};
 }
 

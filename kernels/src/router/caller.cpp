@@ -46,8 +46,8 @@ bool Caller::Impl::compute(const LayerInput & input, float * out, Failure & fail
         peers.follow(*current);
         followed = current;
     }
-    const bool computed = split.build(input, *current, peers, failure) && exchange.run(input, current, split, round, failure) &&
-                          split.combine(out, failure);
+    const bool computed = split.build(input, *current, peers, failure) &&
+                          exchange.run(input, current, split, round, failure) && split.combine(out, failure);
     followed            = current;
     round.ended         = Clock::now();
     if (computed) {
@@ -56,7 +56,8 @@ bool Caller::Impl::compute(const LayerInput & input, float * out, Failure & fail
     return computed;
 }
 
-Caller::Caller(const std::string & call_key, std::chrono::microseconds poll_limit) : impl_(std::make_unique<Impl>(poll_limit)) {
+Caller::Caller(const std::string & call_key, std::chrono::microseconds poll_limit)
+    : impl_(std::make_unique<Impl>(poll_limit)) {
     impl_->peers.set_call_key(call_key);
 }
 

@@ -263,8 +263,10 @@ struct ControlChannel::Impl {
     void handle_table(const json & message) {
         const auto  table = message.find("table");
         std::string wrong = "the message has no \"table\"";
-        const auto  parsed =
-            table == message.end() ? nullptr : RoutingTable::parse(table->dump(-1, ' ', false, json::error_handler_t::replace), wrong);
+        const auto  parsed = table == message.end()
+                                 ? nullptr
+                                 : RoutingTable::parse(table->dump(-1, ' ', false, json::error_handler_t::replace),
+                                                       wrong);
         if (parsed) {
             wrong = handlers.on_table ? handlers.on_table(parsed) : std::string();
         }
@@ -316,11 +318,14 @@ struct ControlChannel::Impl {
         if (fd >= 0) {
             polled[1].events = short((is_connected ? POLLIN : 0) | (!is_connected || !out.empty() ? POLLOUT : 0));
         }
-        const Clock::time_point until = fd < 0 ? next_connect : is_connected ? next_stats : after_ms(now, stats_interval_ms);
+        const Clock::time_point until = fd < 0         ? next_connect
+                                        : is_connected ? next_stats
+                                                       : after_ms(now, stats_interval_ms);
         const double timeout_ms = std::ceil(std::max(0.0, ms_between(now, std::max(until, now))));
         // While a line waits for the agent to read, the statistics wait too.
         const bool waits_for_agent = fd >= 0 && !out.empty();
-        const int  n = poll(polled, 2, int(waits_for_agent ? stats_interval_ms : std::min(timeout_ms, stats_interval_ms)));
+        const int  wait_ms         = int(waits_for_agent ? stats_interval_ms : std::min(timeout_ms, stats_interval_ms));
+        const int  n               = poll(polled, 2, wait_ms);
         if (n <= 0) {
             return;
         }

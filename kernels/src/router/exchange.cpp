@@ -24,7 +24,9 @@ std::string printable(std::string_view text) {
 
 std::string ms_text(double ms) { return std::to_string(std::llround(ms)) + " ms"; }
 
-bool contains(const std::vector<const Peer *> & list, const Peer * peer) { return std::find(list.begin(), list.end(), peer) != list.end(); }
+bool contains(const std::vector<const Peer *> & list, const Peer * peer) {
+    return std::find(list.begin(), list.end(), peer) != list.end();
+}
 
 // Whether the parts of a layer that were computed by one table go together with those computed by the other.
 bool fits(const RoutingTable & newer, const RoutingTable & table, int layer) {
@@ -35,11 +37,12 @@ bool fits(const RoutingTable & newer, const RoutingTable & table, int layer) {
 }  // namespace
 
 size_t Exchange::reply_bytes(const Job & job) const {
-    return (job.table->reduce == Reduce::rows ? job.n_pairs() : job.n_rows()) * size_t(input_->n_out) * dtype_bytes(job.table->dtype);
+    return (job.table->reduce == Reduce::rows ? job.n_pairs() : job.n_rows()) * size_t(input_->n_out) *
+           dtype_bytes(job.table->dtype);
 }
 
-bool Exchange::run(const LayerInput & input, std::shared_ptr<const RoutingTable> & table, LayerSplit & split, Round & round,
-                   Failure & failure) {
+bool Exchange::run(const LayerInput & input, std::shared_ptr<const RoutingTable> & table, LayerSplit & split,
+                   Round & round, Failure & failure) {
     input_   = &input;
     table_   = &table;
     split_   = &split;
@@ -88,7 +91,8 @@ void Exchange::begin(Job & job, int node, Clock::time_point now) {
     };
     job.is_hurried = is_new(job.peer) && std::all_of(job.slices.begin(), job.slices.end(), [&](int32_t slice) {
         const std::vector<int> & nodes = job.table->slices()[size_t(slice)].nodes;
-        return std::any_of(nodes.begin(), nodes.end(), [&](int other) { return other != node && is_new(&peers_.at(other)); });
+        return std::any_of(nodes.begin(), nodes.end(),
+                           [&](int other) { return other != node && is_new(&peers_.at(other)); });
     });
     if (job.is_hurried) {  // it gets all its time when every other one has had some
         job.hurried.push_back(job.peer);
@@ -185,7 +189,8 @@ bool Exchange::take_reply(size_t index, Clock::time_point now) {
         ok       = false;
     }
     if (ok && !reply.is_error && reply.y.size != reply_bytes(job)) {
-        problem_ = "the reply has " + std::to_string(reply.y.size) + " bytes of values instead of " + std::to_string(reply_bytes(job));
+        problem_ = "the reply has " + std::to_string(reply.y.size) + " bytes of values instead of " +
+                   std::to_string(reply_bytes(job));
         ok       = false;
     }
     if (!ok) {
@@ -245,14 +250,16 @@ bool Exchange::late(size_t index, Clock::time_point now) {
     const std::string before = job.problem.empty() ? "" : "; before that: " + job.problem;
     std::string       problem;
     if (job.state == Job::State::waiting) {
-        problem = "no success within " + waited + (job.problem.empty() ? ", its connection was taken by another call" : "; last: " + job.problem);
+        problem = "no success within " + waited +
+                  (job.problem.empty() ? ", its connection was taken by another call" : "; last: " + job.problem);
     } else if (peer.socket.state() == WebSocket::State::connecting) {
         problem = "the connection was not accepted within " + waited + before;
     } else if (job.state == Job::State::connecting) {
         problem = "the WebSocket upgrade was not answered within " + waited + before;
     } else {
-        problem = "no reply within " + waited + " (" + std::to_string(peer.socket.bytes_unsent()) + " bytes of the request not sent yet, " +
-                  std::to_string(peer.socket.bytes_pending()) + " of the reply received)" + before;
+        problem = "no reply within " + waited + " (" + std::to_string(peer.socket.bytes_unsent()) +
+                  " bytes of the request not sent yet, " + std::to_string(peer.socket.bytes_pending()) +
+                  " of the reply received)" + before;
     }
     if (peer.asking == &job) {
         peer.socket.close(problem);

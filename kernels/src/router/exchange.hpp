@@ -20,10 +20,11 @@ class Exchange {
 
     // True: every job is done, and its y has the right size and points to memory that stays until
     // PeerSet::forget_replies(). False: `failure` is set, and no call is under way any more.
-    // Each attempt at a job uses one table. `split` and the peers belong to `table`; where a job fails and a newer table
-    // has come that fits, all three go over to that one, and the job's pairs to the nodes that it names.
-    // `round`: gets the times from the first wait to the last reply.
-    bool run(const LayerInput & input, std::shared_ptr<const RoutingTable> & table, LayerSplit & split, Round & round, Failure & failure);
+    // Each attempt at a job uses one table. `split` and the peers belong to `table`; where a job fails and a newer
+    // table has come that fits, all three go over to that one, and the job's pairs to the nodes that it names. `round`:
+    // gets the times from the first wait to the last reply.
+    bool run(const LayerInput & input, std::shared_ptr<const RoutingTable> & table, LayerSplit & split, Round & round,
+             Failure & failure);
 
   private:
     // All return false when the layer has failed.

@@ -28,7 +28,9 @@ std::array<uint8_t, 20> sha1(std::string_view data) {
         }
         uint32_t a = state[0], b = state[1], c = state[2], d = state[3], e = state[4];
         for (size_t i = 0; i < 80; i++) {
-            const uint32_t f = i < 20 ? ((b & c) | (~b & d)) : i < 40 || i >= 60 ? (b ^ c ^ d) : ((b & c) | (b & d) | (c & d));
+            const uint32_t f    = i < 20              ? ((b & c) | (~b & d))
+                                  : i < 40 || i >= 60 ? (b ^ c ^ d)
+                                                      : ((b & c) | (b & d) | (c & d));
             const uint32_t k = i < 20 ? 0x5a827999u : i < 40 ? 0x6ed9eba1u : i < 60 ? 0x8f1bbcdcu : 0xca62c1d6u;
             const uint32_t next = rotate(a, 5) + f + e + k + w[i];
             e = d;
@@ -55,7 +57,8 @@ std::string base64(const uint8_t * data, size_t size) {
     std::string       text;
     for (size_t i = 0; i < size; i += 3) {
         const size_t   n     = size - i < 3 ? size - i : 3;
-        const uint32_t group = uint32_t(data[i]) << 16 | (n > 1 ? uint32_t(data[i + 1]) << 8 : 0u) | (n > 2 ? uint32_t(data[i + 2]) : 0u);
+        const uint32_t group = uint32_t(data[i]) << 16 | (n > 1 ? uint32_t(data[i + 1]) << 8 : 0u) |
+                               (n > 2 ? uint32_t(data[i + 2]) : 0u);
         text += alphabet[group >> 18];
         text += alphabet[group >> 12 & 63];
         text += n > 1 ? alphabet[group >> 6 & 63] : '=';
@@ -72,7 +75,8 @@ std::string websocket_accept(std::string_view key) {
 std::string upgrade_request(const std::string & host_and_port, const std::string & path, const std::string & key,
                             const std::string & authorization) {
     return "GET " + path + " HTTP/1.1\r\nHost: " + host_and_port +
-           "\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Key: " + key + "\r\nSec-WebSocket-Version: 13\r\n" +
+           "\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Key: " + key +
+           "\r\nSec-WebSocket-Version: 13\r\n" +
            (authorization.empty() ? "" : "Authorization: " + authorization + "\r\n") + "\r\n";
 }
 
@@ -111,7 +115,8 @@ bool has_token(const std::string & list, std::string_view token) {
 
 bool check_upgrade_response(std::string_view head, std::string_view key, std::string & problem) {
     const std::string_view status = head.substr(0, head.find("\r\n"));
-    if (status.substr(0, 9) != "HTTP/1.1 " || status.substr(9, 3) != "101" || (status.size() > 12 && status[12] != ' ')) {
+    if (status.substr(0, 9) != "HTTP/1.1 " || status.substr(9, 3) != "101" ||
+        (status.size() > 12 && status[12] != ' ')) {
         problem = "the WebSocket upgrade was refused: ";
         for (const char c : status.substr(0, 80)) {
             problem += c >= ' ' && c <= '~' ? c : '?';

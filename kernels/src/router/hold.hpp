@@ -19,7 +19,8 @@ class Hold {
     // pass() returns no earlier than `ms` from now; 0: at once. The last call counts.
     void begin(double ms) {
         const std::lock_guard<std::mutex> lock(mutex_);
-        until_ = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double, std::milli>(ms));
+        until_ = Clock::now() +
+                 std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double, std::milli>(ms));
         changed_.notify_all();
     }
 

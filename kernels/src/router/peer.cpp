@@ -15,10 +15,13 @@ constexpr double longest_avoid_ms    = 60000;
 constexpr double unmeasured_pair_ms  = 5;
 constexpr double deadline_multiple   = 10;
 constexpr double longest_deadline_ms = 600000;
-constexpr double shortest_patience_ms = 250;  // a busy machine may be that late; to ask another node for nothing costs a connection
+constexpr double shortest_patience_ms =
+    250;  // a busy machine may be that late; to ask another node for nothing costs a connection
 constexpr double ewma_weight         = 0.2;
 
-uint64_t ns(Clock::duration time) { return uint64_t(std::max<int64_t>(0, std::chrono::duration_cast<std::chrono::nanoseconds>(time).count())); }
+uint64_t ns(Clock::duration time) {
+    return uint64_t(std::max<int64_t>(0, std::chrono::duration_cast<std::chrono::nanoseconds>(time).count()));
+}
 
 uint64_t ns(double us) { return uint64_t(us * 1000); }
 
@@ -36,8 +39,9 @@ void blend(double & average, double sample, bool measured) {
 }  // namespace
 
 double Peer::deadline_ms(uint64_t n_pairs, double floor_ms) const {
-    const double ms = measured_ ? std::max(floor_ms, deadline_multiple * (round_trip_us_ + double(n_pairs) * pair_us_) / 1000)
-                                : floor_ms + double(n_pairs) * unmeasured_pair_ms;
+    const double ms = measured_
+                          ? std::max(floor_ms, deadline_multiple * (round_trip_us_ + double(n_pairs) * pair_us_) / 1000)
+                          : floor_ms + double(n_pairs) * unmeasured_pair_ms;
     return std::min(ms, std::max(floor_ms, longest_deadline_ms));
 }
 
@@ -73,7 +77,8 @@ void PeerSet::follow(const RoutingTable & table) {
     peers_.clear();
     for (const RoutingTable::Node & node : table.nodes()) {
         const auto found = former.find(node.name);
-        if (found != former.end() && found->second && found->second->node.host == node.host && found->second->node.port == node.port) {
+        if (found != former.end() && found->second && found->second->node.host == node.host &&
+            found->second->node.port == node.port) {
             peers_.push_back(std::move(found->second));
             continue;
         }
@@ -98,7 +103,8 @@ void PeerSet::follow(const RoutingTable & table) {
     }
 }
 
-int PeerSet::preferred(const RoutingTable::Slice & slice, Clock::time_point now, const std::vector<const Peer *> & given_up) const {
+int PeerSet::preferred(const RoutingTable::Slice & slice, Clock::time_point now,
+                       const std::vector<const Peer *> & given_up) const {
     int second_best = -1;
     for (const int node : slice.nodes) {
         const Peer * const peer = peers_[size_t(node)].get();

@@ -40,7 +40,8 @@ struct Round {
     double            last_compute_us = 0, last_queue_us = 0;
 
     // Replies are noted in the order in which they are read; those that came in together have the same time.
-    void note_reply(Peer & peer, Clock::time_point asked_at, Clock::time_point now, double compute_us, double queue_us) {
+    void note_reply(Peer & peer, Clock::time_point asked_at, Clock::time_point now, double compute_us,
+                    double queue_us) {
         reply_before_at = last_reply_at;
         last_peer       = &peer;
         last_asked_at   = asked_at;
@@ -95,7 +96,8 @@ class PeerSet {
     Peer & at(int node) { return *peers_[size_t(node)]; }
 
     // The node of the slice to be asked first: none of `given_up`, if another is left.
-    int preferred(const RoutingTable::Slice & slice, Clock::time_point now, const std::vector<const Peer *> & given_up = {}) const;
+    int preferred(const RoutingTable::Slice & slice, Clock::time_point now,
+                  const std::vector<const Peer *> & given_up = {}) const;
 
     void count_call(Peer & peer, int layer, uint64_t n_pairs, double call_us, double compute_us, double queue_us);
     void count_bytes(Peer & peer);
@@ -119,7 +121,7 @@ class PeerSet {
     uint64_t                           passes_     = 0;
     uint64_t                           between_ns_ = 0;
     uint64_t                           held_ns_    = 0;
-    int                                last_layer_ = -1;  // of the pass under way; -1: before the first and after a failure
+    int last_layer_ = -1;  // of the pass under way; -1: before the first and after a failure
     Clock::time_point                  last_ended_{};
 };
 

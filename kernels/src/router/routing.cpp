@@ -30,7 +30,8 @@ const json & field(const json & object, const char * name, const std::string & w
 uint64_t number(const json & object, const char * name, uint64_t lowest, uint64_t highest, const std::string & where) {
     const json & value = field(object, name, where);
     if (!value.is_number_unsigned() || value.get<uint64_t>() < lowest || value.get<uint64_t>() > highest) {
-        throw Invalid{where + ": \"" + name + "\" is not a whole number from " + std::to_string(lowest) + " to " + std::to_string(highest)};
+        throw Invalid{where + ": \"" + name + "\" is not a whole number from " + std::to_string(lowest) + " to " +
+                      std::to_string(highest)};
     }
     return value.get<uint64_t>();
 }
@@ -52,7 +53,8 @@ const json & list(const json & object, const char * name, size_t longest, const 
 }
 
 std::string experts_text(int first, int last) {
-    return first == last ? "expert " + std::to_string(first) : "experts " + std::to_string(first) + " to " + std::to_string(last);
+    return first == last ? "expert " + std::to_string(first)
+                         : "experts " + std::to_string(first) + " to " + std::to_string(last);
 }
 
 RoutingTable::Node parse_node(const json & item, const std::string & where) {
@@ -87,7 +89,8 @@ RoutingTable::Slice parse_slice(const json & item, const std::string & position,
     }
     for (const json & index : nodes) {
         if (!index.is_number_unsigned() || index.get<uint64_t>() >= n_nodes) {
-            throw Invalid{where + ": a node index is not in the table, which has " + std::to_string(n_nodes) + " nodes"};
+            throw Invalid{where + ": a node index is not in the table, which has " + std::to_string(n_nodes) +
+                          " nodes"};
         }
         const int node = int(index.get<uint64_t>());
         if (std::find(slice.nodes.begin(), slice.nodes.end(), node) != slice.nodes.end()) {
@@ -109,7 +112,8 @@ std::shared_ptr<const RoutingTable> RoutingTable::parse(std::string_view source,
         }
         const json & version = field(root, "version", where);
         if (version != 1) {
-            throw Invalid{where + " has version " + version.dump(-1, ' ', true, json::error_handler_t::replace).substr(0, 32) +
+            throw Invalid{where + " has version " +
+                          version.dump(-1, ' ', true, json::error_handler_t::replace).substr(0, 32) +
                           ", this router speaks version 1"};
         }
         const auto table         = std::make_shared<RoutingTable>();
@@ -132,14 +136,16 @@ std::shared_ptr<const RoutingTable> RoutingTable::parse(std::string_view source,
 
         std::unordered_set<std::string> names;
         for (const json & item : list(root, "nodes", 4096, where)) {
-            table->nodes_.push_back(parse_node(item, "node " + std::to_string(table->nodes_.size()) + " of the routing table"));
+            table->nodes_.push_back(
+                parse_node(item, "node " + std::to_string(table->nodes_.size()) + " of the routing table"));
             if (!names.insert(table->nodes_.back().name).second) {
                 throw Invalid{where + " has two nodes of the name \"" + table->nodes_.back().name + "\""};
             }
         }
         for (const json & item : list(root, "slices", size_t(1) << 20, where)) {
             table->slices_.push_back(
-                parse_slice(item, "slice " + std::to_string(table->slices_.size()) + " of the routing table", table->nodes_.size()));
+                parse_slice(item, "slice " + std::to_string(table->slices_.size()) + " of the routing table",
+                            table->nodes_.size()));
         }
         std::sort(table->slices_.begin(), table->slices_.end(), [](const Slice & a, const Slice & b) {
             return a.layer != b.layer ? a.layer < b.layer : a.first < b.first;
@@ -152,7 +158,8 @@ std::shared_ptr<const RoutingTable> RoutingTable::parse(std::string_view source,
             Layer &   layer = table->layers_[size_t(slice.layer)];
             const int n     = int(layer.slice_of_expert.size());
             if (slice.first < n) {
-                throw Invalid{"layer " + std::to_string(slice.layer) + ", " + experts_text(slice.first, std::min(n - 1, slice.last)) +
+                throw Invalid{"layer " + std::to_string(slice.layer) + ", " +
+                              experts_text(slice.first, std::min(n - 1, slice.last)) +
                               ": in more than one slice of the routing table"};
             }
             layer.is_covered = (n == 0 || layer.is_covered) && slice.first == n;

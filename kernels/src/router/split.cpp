@@ -65,7 +65,8 @@ void LayerSplit::forget_slices() {
     const auto & slices = table_->slices();
     job_of_slice_.resize(slices.size());
     job_of_node_.resize(table_->nodes().size());
-    for (size_t i = size_t(table_->slice_of(input_->layer, 0)); i < slices.size() && slices[i].layer == input_->layer; i++) {
+    for (size_t i = size_t(table_->slice_of(input_->layer, 0)); i < slices.size() && slices[i].layer == input_->layer;
+         i++) {
         job_of_slice_[i] = -1;
         for (const int node : slices[i].nodes) {
             job_of_node_[size_t(node)] = -1;
@@ -99,7 +100,8 @@ void LayerSplit::append(size_t index, int token, int slot, int32_t expert) {
     job.row.push_back(int32_t(job.token.size() - 1));
     job.expert.push_back(expert);
     if (input_->uses_weight) {
-        job.weight.push_back(input_->weights[size_t(token) * input_->weights_token_stride + size_t(slot) * input_->weights_slot_stride]);
+        job.weight.push_back(
+            input_->weights[size_t(token) * input_->weights_token_stride + size_t(slot) * input_->weights_slot_stride]);
     }
 }
 
@@ -110,9 +112,10 @@ bool LayerSplit::build(const LayerInput & input, const RoutingTable & table, con
     const int layer = input.layer;
     if (layer < 0 || input.n_tokens < 0 || input.n_used < 1 || input.n_in < 1 || input.n_out < 1 ||
         int64_t(input.n_tokens) * input.n_used > INT32_MAX) {
-        return refuse(failure, layer, -1, "the layer's sizes make no sense: " + std::to_string(input.n_tokens) + " tokens, " +
-                      std::to_string(input.n_used) + " experts used, " + std::to_string(input.n_in) + " values in, " +
-                      std::to_string(input.n_out) + " out");
+        return refuse(failure, layer, -1,
+                      "the layer's sizes make no sense: " + std::to_string(input.n_tokens) + " tokens, " +
+                          std::to_string(input.n_used) + " experts used, " + std::to_string(input.n_in) +
+                          " values in, " + std::to_string(input.n_out) + " out");
     }
     const std::string missing = table.missing(layer);
     if (!missing.empty()) {
@@ -132,12 +135,15 @@ bool LayerSplit::build(const LayerInput & input, const RoutingTable & table, con
         for (int slot = 0; slot < input.n_used; slot++) {
             const int32_t expert = input.ids[size_t(token) * input.ids_token_stride + size_t(slot)];
             if (expert < 0 || expert >= n_expert) {
-                return refuse(failure, layer, expert, "the router chose expert " + std::to_string(expert) + " for token " +
-                              std::to_string(token) + ", but the routing table holds experts 0 to " + std::to_string(n_expert - 1));
+                return refuse(failure, layer, expert,
+                              "the router chose expert " + std::to_string(expert) + " for token " +
+                                  std::to_string(token) + ", but the routing table holds experts 0 to " +
+                                  std::to_string(n_expert - 1));
             }
             if (last_token_of_expert_[size_t(expert)] == token) {
-                return refuse(failure, layer, expert, "the router chose expert " + std::to_string(expert) + " twice for token " +
-                              std::to_string(token));
+                return refuse(failure, layer, expert,
+                              "the router chose expert " + std::to_string(expert) + " twice for token " +
+                                  std::to_string(token));
             }
             last_token_of_expert_[size_t(expert)] = token;
 
@@ -186,8 +192,8 @@ void LayerSplit::separate(size_t index) {
     }
     for (size_t i = 0; i < former.n_pairs(); i++) {
         const int token = former.token[size_t(former.row[i])];
-        append(size_t(job_of_slice_[size_t(table_->slice_of(input_->layer, former.expert[i]))]), token, slot_of(token, former.expert[i]),
-               former.expert[i]);
+        append(size_t(job_of_slice_[size_t(table_->slice_of(input_->layer, former.expert[i]))]), token,
+               slot_of(token, former.expert[i]), former.expert[i]);
     }
 }
 
@@ -247,15 +253,16 @@ bool LayerSplit::combine_sums(float * out, Failure & failure) {
         sequence_.push_back(uint32_t(i));
     }
     std::sort(sequence_.begin(), sequence_.end(), [this](uint32_t a, uint32_t b) {
-        return jobs_[a].order != jobs_[b].order ? jobs_[a].order < jobs_[b].order : a < b;  // orders of two tables may be equal
+        return jobs_[a].order != jobs_[b].order ? jobs_[a].order < jobs_[b].order
+                                                : a < b;  // orders of two tables may be equal
     });
     is_written_.assign(size_t(input_->n_tokens), 0);
     for (const uint32_t index : sequence_) {
         const Job & job = jobs_[index];
         for (size_t row = 0; row < job.n_rows(); row++) {
             const size_t token = size_t(job.token[row]);
-            if (!(is_written_[token] ? accumulate_floats : decode_floats)(table_->dtype, job.y.data + row * row_bytes, n_out,
-                                                                         out + token * n_out)) {
+            if (!(is_written_[token] ? accumulate_floats : decode_floats)(table_->dtype, job.y.data + row * row_bytes,
+                                                                          n_out, out + token * n_out)) {
                 refuse(failure, input_->layer, job.first_expert, "the reply holds a value that is not finite");
                 failure.last_expert = job.last_expert;
                 failure.node        = job.peer->node.name;

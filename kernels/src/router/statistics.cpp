@@ -20,7 +20,8 @@ std::string statistics_json(const Statistics & statistics, const std::string & t
     for (const LayerStatistics & layer : statistics.layers) {
         layers.push_back({{"layer", layer.layer}, {"rounds", layer.rounds}});
     }
-    nlohmann::json object = {{"calls", statistics.calls}, {"failures", statistics.failures}, {"nodes", nodes}, {"layers", layers}};
+    nlohmann::json object = {
+        {"calls", statistics.calls}, {"failures", statistics.failures}, {"nodes", nodes}, {"layers", layers}};
     if (!type.empty()) {
         object["type"] = type;
     }

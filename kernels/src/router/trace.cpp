@@ -20,8 +20,8 @@ std::string trace_json(const Trace & trace, uint64_t id) {
     }
     for (const Trace::Call & call : trace.calls) {
         const CallTrace & c = call.counters;
-        calls.push_back({call.layer, call.node, c.calls, c.pairs, c.call_ns, c.compute_ns, c.queue_ns, c.last, c.last_wait_ns,
-                         c.last_compute_ns, c.last_queue_ns, c.alone_ns});
+        calls.push_back({call.layer, call.node, c.calls, c.pairs, c.call_ns, c.compute_ns, c.queue_ns, c.last,
+                         c.last_wait_ns, c.last_compute_ns, c.last_queue_ns, c.alone_ns});
     }
     const nlohmann::json object = {{"type", "trace"},
                                    {"id", id},

@@ -196,7 +196,8 @@ bool WebSocket::parse_upgrade() {
         fail(problem_);
         return false;
     }
-    if (!call_key_.empty() && (proof_.mac.empty() || !answer_is_proved(call_key_, proof_, 101, http_header(head, "authentication-info")))) {
+    if (!call_key_.empty() &&
+        (proof_.mac.empty() || !answer_is_proved(call_key_, proof_, 101, http_header(head, "authentication-info")))) {
         fail("the node does not prove the swarm key: it has none, or another");
         return false;
     }
@@ -293,7 +294,8 @@ bool WebSocket::parse_header() {
     }
     const size_t so_far = in_message_ ? message_end_ - message_begin_ : 0;
     if (length > max_message_bytes_ || so_far + size_t(length) > max_message_bytes_) {
-        close("the peer's message is longer than the " + std::to_string(max_message_bytes_) + " bytes expected at most");
+        close("the peer's message is longer than the " + std::to_string(max_message_bytes_) +
+              " bytes expected at most");
         return false;
     }
     rx_parsed_ += 2 + n_length;

@@ -34,7 +34,7 @@ class WebSocket {
     State               state() const { return state_; }
     const std::string & reason() const { return reason_; }  // why the state is closed
     int                 fd() const { return fd_; }
-    bool                want_read() const { return state_ != State::closed && state_ != State::connecting && !message_ready_; }
+    bool want_read() const { return state_ != State::closed && state_ != State::connecting && !message_ready_; }
     bool                want_write() const { return state_ == State::connecting || tx_begin_ < tx_end_; }
     void                on_readable();
     void                on_writable();

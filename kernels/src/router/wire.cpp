@@ -52,8 +52,8 @@ bool encode_request(const Request & request, MsgpackWriter & writer, std::string
         for (uint32_t done = 0; done < request.n_in;) {
             const uint32_t n = std::min<uint32_t>(request.n_in - done, 512);
             if (!encode_floats(request.dtype, request.h[i] + done, n, converted)) {
-                problem = "a hidden value does not fit the wire's float format " + std::string(dtype_name(request.dtype)) +
-                          "; choose bf16 or f32";
+                problem = "a hidden value does not fit the wire's float format " +
+                          std::string(dtype_name(request.dtype)) + "; choose bf16 or f32";
                 return false;
             }
             writer.raw(converted, size_t(n) * 2);
@@ -168,7 +168,8 @@ bool decode_reply(const uint8_t * data, size_t size, Reply & reply, std::string 
             ok = reader.skip(1);
         }
         if (!ok || (seen & field)) {
-            problem = "the reply's field \"" + std::string(key.substr(0, 32)) + "\" is malformed, cut short or repeated";
+            problem = "the reply's field \"" + std::string(key.substr(0, 32)) +
+                      "\" is malformed, cut short or repeated";
             return false;
         }
         seen |= field;

@@ -1,8 +1,8 @@
 // A link between this machine and servers on it, for scripts/bench: TCP connections with a round trip and a rate.
 //   swarm-bench-relay ROUND_TRIP_US RATE_MBIT_S LESS_US PORT...
 // For each PORT of loopback it listens on another one; prints these, in order, as a JSON array, and relays until its
-// stdin ends. All connections of a direction share the rate, as on the cable of the machine that connects. LESS_US: what
-// the relay itself takes for a round trip, which is taken off its delays; scripts/bench measures it.
+// stdin ends. All connections of a direction share the rate, as on the cable of the machine that connects. LESS_US:
+// what the relay itself takes for a round trip, which is taken off its delays; scripts/bench measures it.
 
 #include "common/net.hpp"
 
@@ -64,7 +64,8 @@ struct Flow {
         std::string problem;
         while (!chunks.empty() && chunks.front().due <= now) {
             Chunk &         chunk = chunks.front();
-            const ptrdiff_t n     = send_some(to, chunk.bytes.data() + chunk.sent, chunk.bytes.size() - chunk.sent, problem);
+            const ptrdiff_t n     = send_some(to, chunk.bytes.data() + chunk.sent, chunk.bytes.size() - chunk.sent,
+                                              problem);
             if (n == -2) {
                 return false;
             }

@@ -16,7 +16,8 @@ using namespace swarm;
 
 int main(int argc, char ** argv) {
     const auto number = [&](int i, int otherwise) { return argc > i ? std::atoi(argv[i]) : otherwise; };
-    const int  n_nodes = number(1, 1), n_tokens = number(2, 1), n_embd = number(3, 3072), n_used = number(4, 1), rounds = number(5, 20000);
+    const int  n_nodes = number(1, 1), n_tokens = number(2, 1), n_embd = number(3, 3072), n_used = number(4, 1),
+              rounds         = number(5, 20000);
     const std::string reduce = argc > 6 ? argv[6] : "rows", dtype = argc > 7 ? argv[7] : "f32";
     const size_t      value_bytes = dtype == "f32" ? 4 : 2;
 
@@ -44,32 +45,38 @@ int main(int argc, char ** argv) {
                     return;
                 }
                 fake::Request request;
-                masked_copy(received.data(), received.data(), received.size(), uint32_t(head[2 + n_length]) | uint32_t(head[3 + n_length]) << 8 |
-                                                                                   uint32_t(head[4 + n_length]) << 16 | uint32_t(head[5 + n_length]) << 24);
+                masked_copy(received.data(), received.data(), received.size(),
+                            uint32_t(head[2 + n_length]) | uint32_t(head[3 + n_length]) << 8 |
+                                uint32_t(head[4 + n_length]) << 16 | uint32_t(head[5 + n_length]) << 24);
                 if (!fake::parse_request(received, request)) {
                     std::printf("bad request\n");
                     return;
                 }
-                const size_t n = (reduce == "rows" ? request.expert.size() : size_t(request.n_rows)) * size_t(n_embd) * value_bytes;
+                const size_t n = (reduce == "rows" ? request.expert.size() : size_t(request.n_rows)) * size_t(n_embd) *
+                                 value_bytes;
                 message        = fake::reply(request.id, fake::Data(n), 0);
                 if (!connection.message(message)) {
                     return;
                 }
             }
         }));
-        nodes += std::string(i ? "," : "") + "{\"name\":\"n" + std::to_string(i) + "\",\"host\":\"127.0.0.1\",\"port\":" + std::to_string(servers.back()->port()) + "}";
-        slices += std::string(i ? "," : "") + "{\"layer\":0,\"first\":" + std::to_string(i * n_used) + ",\"last\":" + std::to_string((i + 1) * n_used - 1) +
-                  ",\"nodes\":[" + std::to_string(i) + "]}";
+        nodes += std::string(i ? "," : "") + "{\"name\":\"n" + std::to_string(i) +
+                 "\",\"host\":\"127.0.0.1\",\"port\":" + std::to_string(servers.back()->port()) + "}";
+        slices += std::string(i ? "," : "") + "{\"layer\":0,\"first\":" + std::to_string(i * n_used) +
+                  ",\"last\":" + std::to_string((i + 1) * n_used - 1) + ",\"nodes\":[" + std::to_string(i) + "]}";
     }
     std::string problem;
     Caller      caller;
-    if (!caller.set_table(RoutingTable::parse("{\"version\":1,\"term\":1,\"sequence\":1,\"model\":\"bench\",\"reduce\":\"" + reduce + "\",\"dtype\":\"" + dtype +
-                                              "\",\"deadline_floor_ms\":10000,\"nodes\":[" + nodes + "],\"slices\":[" + slices + "]}", problem))) {
+    if (!caller.set_table(RoutingTable::parse(
+            "{\"version\":1,\"term\":1,\"sequence\":1,\"model\":\"bench\",\"reduce\":\"" + reduce + "\",\"dtype\":\"" +
+                dtype + "\",\"deadline_floor_ms\":10000,\"nodes\":[" + nodes + "],\"slices\":[" + slices + "]}",
+            problem))) {
         std::printf("%s\n", problem.c_str());
         return 1;
     }
     const int            n_all = n_nodes * n_used;  // every node is asked for all its experts
-    std::vector<float>   h(size_t(n_tokens) * size_t(n_embd), 0.5f), weights(size_t(n_tokens) * size_t(n_all), 1.0f), out(h.size());
+    std::vector<float>   h(size_t(n_tokens) * size_t(n_embd), 0.5f), weights(size_t(n_tokens) * size_t(n_all), 1.0f),
+        out(h.size());
     std::vector<int32_t> ids(weights.size());
     for (size_t i = 0; i < ids.size(); i++) {
         ids[i] = int32_t(i % size_t(n_all));
@@ -104,8 +111,10 @@ int main(int argc, char ** argv) {
         sum += value;
     }
     const Statistics statistics = caller.statistics();
-    std::printf("%d nodes, %d tokens, %zu bytes of h, %s %s: mean %.1f us, p50 %.1f, p99 %.1f; %.0f bytes sent and %.0f received per call\n", n_nodes,
-                n_tokens, h.size() * value_bytes, reduce.c_str(), dtype.c_str(), sum / double(us.size()), us[us.size() / 2], us[us.size() * 99 / 100],
+    std::printf("%d nodes, %d tokens, %zu bytes of h, %s %s: mean %.1f us, p50 %.1f, p99 %.1f; %.0f bytes sent and "
+                "%.0f received per call\n",
+                n_nodes, n_tokens, h.size() * value_bytes, reduce.c_str(), dtype.c_str(), sum / double(us.size()),
+                us[us.size() / 2], us[us.size() * 99 / 100],
                 double(statistics.nodes[0].bytes_sent) / double(statistics.nodes[0].calls),
                 double(statistics.nodes[0].bytes_received) / double(statistics.nodes[0].calls));
     return 0;

@@ -37,7 +37,8 @@ inline const char * const program_text =
 constexpr int n_expert = 6, n_in = 32, n_up = 128, n_half = 64, n_out = 48;
 
 struct Weights {
-    std::string path = std::string(std::getenv("TMPDIR") != nullptr ? std::getenv("TMPDIR") : "/tmp") + "/test_store." + std::to_string(getpid()) + ".weights";
+    std::string path = std::string(std::getenv("TMPDIR") != nullptr ? std::getenv("TMPDIR") : "/tmp") + "/test_store." +
+                       std::to_string(getpid()) + ".weights";
     std::map<std::string, TensorParts> tensors;
 
     // Experts first … last of every tensor, as they lie in the file.
@@ -55,7 +56,8 @@ struct Weights {
                 const float value = normal(random);
                 file.write(reinterpret_cast<const char *>(&value), sizeof(value));
             }
-            tensors[name] = { "f32", std::move(ne), { { path, offset + one * size_t(first), one * size_t(last - first + 1) } } };
+            tensors[name] = {
+                "f32", std::move(ne), {{path, offset + one * size_t(first), one * size_t(last - first + 1)}}};
             offset += one * n_expert;
         };
         add("ffn_up_exps.weight", { n_in, n_up });

@@ -25,7 +25,8 @@ using Data = std::vector<uint8_t>;
 struct Rig {
     Weights                      weights;
     std::shared_ptr<ExpertStore> store  = std::make_shared<ExpertStore>("CPU", 1);
-    std::shared_ptr<CallServer>  server = std::make_shared<CallServer>("CPU", 4, 16, std::chrono::microseconds(300), 0.0);
+    std::shared_ptr<CallServer>     server = std::make_shared<CallServer>("CPU", 4, 16, std::chrono::microseconds(300),
+                                                                          0.0);
     int                          peer   = -1;
     std::unique_ptr<CallConnection> connection;
     std::thread                  thread;
@@ -41,15 +42,16 @@ struct Rig {
         peer       = ends[0];
         connection = std::make_unique<CallConnection>(server, ends[1], 4096, timeouts);
         thread     = std::thread([this] {
-            connection->serve([this](const uint8_t * data, size_t size, double age_s, const CallConnection::Reply & reply) {
-                CHECK(age_s >= 0);
-                n_other++;
-                n_text += data == nullptr;
-                if (size == 3 && std::memcmp(data, "end", 3) == 0) {
-                    throw std::runtime_error("the owner is gone");
-                }
-                reply("other", 5);
-            });
+            connection->serve(
+                [this](const uint8_t * data, size_t size, double age_s, const CallConnection::Reply & reply) {
+                    CHECK(age_s >= 0);
+                    n_other++;
+                    n_text += data == nullptr;
+                    if (size == 3 && std::memcmp(data, "end", 3) == 0) {
+                        throw std::runtime_error("the owner is gone");
+                    }
+                    reply("other", 5);
+                });
         });
     }
     ~Rig() {
@@ -61,11 +63,12 @@ struct Rig {
     }
 
     void publish(std::vector<uint8_t> ready) {
-        server->publish("m", 4, { store, Program::parse(program_text).digest(), n_in, n_out, 3, false, true, std::move(ready) });
+        server->publish("m", 4,
+                        {store, Program::parse(program_text).digest(), n_in, n_out, 3, false, true, std::move(ready)});
     }
 
     void send(unsigned first_byte, const Data & payload) const {
-        Data bytes{ uint8_t(first_byte), 0x80 | 126, uint8_t(payload.size() >> 8), uint8_t(payload.size()), 1, 2, 3, 4 };
+        Data bytes{uint8_t(first_byte), 0x80 | 126, uint8_t(payload.size() >> 8), uint8_t(payload.size()), 1, 2, 3, 4};
         if (payload.size() < 126) {
             bytes = { uint8_t(first_byte), uint8_t(0x80 | payload.size()), 1, 2, 3, 4 };
         }
@@ -74,7 +77,9 @@ struct Rig {
         }
         raw(bytes);
     }
-    void raw(const Data & bytes) const { CHECK(::send(peer, bytes.data(), bytes.size(), MSG_NOSIGNAL) == ssize_t(bytes.size())); }
+    void raw(const Data & bytes) const {
+        CHECK(::send(peer, bytes.data(), bytes.size(), MSG_NOSIGNAL) == ssize_t(bytes.size()));
+    }
 
     bool read(void * to, size_t n) const {
         for (size_t done = 0; done < n;) {
@@ -161,7 +166,8 @@ TEST(calls_are_answered_with_the_store_s_bits) {
                 std::string problem;
                 CHECK(rig.receive(payload) == 0x82);
                 CHECK(decode_reply(payload.data(), payload.size(), reply, problem));
-                CHECK(reply.id == 9 && reply.y.size == wire.size() && std::memcmp(reply.y.data, wire.data(), wire.size()) == 0);
+                CHECK(reply.id == 9 && reply.y.size == wire.size() &&
+                      std::memcmp(reply.y.data, wire.data(), wire.size()) == 0);
             }
         }
     }
@@ -302,12 +308,16 @@ TEST(control_frames_and_ends) {
 TEST(an_owner_that_fails_ends_the_connection) {
     int ends[2];
     CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0);
-    CallConnection connection(std::make_shared<CallServer>("CPU", 4, 16, std::chrono::microseconds(300), 0.0), ends[1], 4096, {});
+    CallConnection connection(std::make_shared<CallServer>("CPU", 4, 16, std::chrono::microseconds(300), 0.0), ends[1],
+                              4096, {});
     const Data     frame{ 0x82, 0x81, 0, 0, 0, 0, 'x' };
     CHECK(::send(ends[0], frame.data(), frame.size(), 0) == ssize_t(frame.size()));
     CHECK_CONTAINS(error_of<std::runtime_error>([&] {
-                       connection.serve([](const uint8_t *, size_t, double, const CallConnection::Reply &) { throw std::runtime_error("gone"); });
-                   }), "gone");
+                       connection.serve([](const uint8_t *, size_t, double, const CallConnection::Reply &) {
+                           throw std::runtime_error("gone");
+                       });
+                   }),
+                   "gone");
     char byte;
     CHECK(recv(ends[0], &byte, 1, 0) == 0);
     ::close(ends[0]);

@@ -73,7 +73,8 @@ std::vector<std::string> read_all(const Data & bytes, size_t piece, std::mt19937
             if (kind == Kind::incomplete) {
                 break;
             }
-            seen.push_back(std::to_string(int(kind)) + ":" + (kind == Kind::violation ? std::to_string(frames.close_code()) : text(frames.payload())));
+            seen.push_back(std::to_string(int(kind)) + ":" +
+                           (kind == Kind::violation ? std::to_string(frames.close_code()) : text(frames.payload())));
             if (kind == Kind::violation || kind == Kind::close) {
                 return seen;
             }
@@ -139,9 +140,10 @@ TEST(frames_in_any_pieces) {
     for (char & c : large) {
         c = char(random());
     }
-    const Data bytes = frame(0x82, "one") + frame(0x02, "tw") + frame(0x89, "ping") + frame(0x00, "") + frame(0x80, "o") + frame(0x82, "") +
-                       frame(0x8a, "pong") + frame(0x82, large) + frame(0x81, "text") + frame(0x82, std::string(126, 'y')) +
-                       frame(0x02, large.substr(0, 150000)) + frame(0x80, large.substr(0, 150000)) + frame(0x88, std::string("\x03\xe8", 2) + "bye") +
+    const Data bytes = frame(0x82, "one") + frame(0x02, "tw") + frame(0x89, "ping") + frame(0x00, "") +
+                       frame(0x80, "o") + frame(0x82, "") + frame(0x8a, "pong") + frame(0x82, large) +
+                       frame(0x81, "text") + frame(0x82, std::string(126, 'y')) + frame(0x02, large.substr(0, 150000)) +
+                       frame(0x80, large.substr(0, 150000)) + frame(0x88, std::string("\x03\xe8", 2) + "bye") +
                        frame(0x82, "never");
     const auto whole = read_all(bytes, bytes.size() + 1);
     CHECK(whole.size() == 9);
@@ -187,7 +189,8 @@ TEST(frames_that_break_the_rules) {
 
 TEST(random_frames_end_or_wait) {
     std::mt19937 random(11);
-    const Data   good = frame(0x02, "twenty bytes of data") + frame(0x89, "ping") + frame(0x80, std::string(30, 'q')) + frame(0x82, "last");
+    const Data   good = frame(0x02, "twenty bytes of data") + frame(0x89, "ping") + frame(0x80, std::string(30, 'q')) +
+                      frame(0x82, "last");
     int          n_whole = 0, n_broken = 0;
     for (int i = 0; i < 20000; i++) {
         Data bytes = good;
@@ -207,10 +210,12 @@ TEST(calls_are_decoded) {
     for (const Dtype dtype : { Dtype::f32, Dtype::bf16, Dtype::f16 }) {
         const Data bytes = call.encoded(dtype, Reduce::rows);
         CHECK(decode_call(bytes.data(), bytes.size(), message));
-        CHECK(message.id == 0xffffffffffffffffu && message.model == "demo-0123" && message.program == 0x1122334455667788u);
+        CHECK(message.id == 0xffffffffffffffffu && message.model == "demo-0123" &&
+              message.program == 0x1122334455667788u);
         CHECK(message.term == 3 && message.layer == 5 && message.reduce == Reduce::rows && message.n_rows == 2);
         CHECK(message.dtype == dtype && message.deadline_ms == 2000 && message.has_weight);
-        CHECK(message.h.size == 8 * dtype_bytes(dtype) && message.row.size == 12 && message.expert.size == 12 && message.weight.size == 12);
+        CHECK(message.h.size == 8 * dtype_bytes(dtype) && message.row.size == 12 && message.expert.size == 12 &&
+              message.weight.size == 12);
         CHECK(std::memcmp(message.expert.data, call.expert.data(), 12) == 0);
         for (size_t n = 0; n < bytes.size(); n++) {
             CHECK(!decode_call(Data(bytes.begin(), bytes.begin() + long(n)).data(), n, message));
@@ -247,7 +252,8 @@ TEST(mutated_calls_are_decoded_or_not) {
             n_right++;
             // What it points to lies in the message.
             for (const Bytes & field : { message.h, message.row, message.expert, message.weight }) {
-                CHECK(field.size == 0 || (field.data >= bytes.data() && field.data + field.size <= bytes.data() + bytes.size()));
+                CHECK(field.size == 0 ||
+                      (field.data >= bytes.data() && field.data + field.size <= bytes.data() + bytes.size()));
             }
         }
     }
@@ -265,6 +271,7 @@ TEST(replies_are_what_the_router_reads) {
         Reply       reply;
         std::string problem;
         CHECK(decode_reply(bytes.data(), bytes.size(), reply, problem));
-        CHECK(reply.id == id && !reply.is_error && reply.y.size == y.size() && reply.compute_us == ~uint64_t(0) && reply.queue_us == 12);
+        CHECK(reply.id == id && !reply.is_error && reply.y.size == y.size() && reply.compute_us == ~uint64_t(0) &&
+              reply.queue_us == 12);
     }
 }

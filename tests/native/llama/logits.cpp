@@ -215,7 +215,8 @@ std::vector<llama_token> read_tokens(const std::string & path, int32_t n_vocab) 
     std::vector<llama_token> tokens;
     for (int64_t id = 0; file >> id;) {
         if (id < 0 || id >= n_vocab) {
-            throw Failure(path + ": token " + std::to_string(id) + " is outside the vocabulary of " + std::to_string(n_vocab));
+            throw Failure(path + ": token " + std::to_string(id) + " is outside the vocabulary of " +
+                          std::to_string(n_vocab));
         }
         tokens.push_back(static_cast<llama_token>(id));
     }
@@ -356,8 +357,9 @@ private:
         const int32_t status = encode ? llama_encode(context_.get(), batch) : llama_decode(context_.get(), batch);
         llama_batch_free(batch);
         if (status != 0) {
-            throw Failure(std::string(encode ? "encoding " : "decoding ") + std::to_string(count) + " tokens at position " +
-                          std::to_string(first) + " failed with status " + std::to_string(status));
+            throw Failure(std::string(encode ? "encoding " : "decoding ") + std::to_string(count) +
+                          " tokens at position " + std::to_string(first) + " failed with status " +
+                          std::to_string(status));
         }
     }
 
@@ -446,7 +448,8 @@ void write_result(const Result & result, const std::string & path) {
     bool ok = std::fwrite("SWLG", 1, 4, file) == 4;
     ok = ok && std::fwrite(header, sizeof(header), 1, file) == 1;
     ok = ok && std::fwrite(result.rows.data(), sizeof(float), result.rows.size(), file) == result.rows.size();
-    ok = ok && std::fwrite(result.tokens.data(), sizeof(llama_token), result.tokens.size(), file) == result.tokens.size();
+    ok = ok &&
+         std::fwrite(result.tokens.data(), sizeof(llama_token), result.tokens.size(), file) == result.tokens.size();
     ok = std::fclose(file) == 0 && ok;
     if (!ok || std::rename(unfinished.c_str(), path.c_str()) != 0) {
         const std::string reason = std::strerror(errno);
@@ -464,7 +467,8 @@ bool run_job(const std::vector<std::string> & args) {
         std::printf("ok %s\n", job.out.c_str());
     } catch (const std::exception & error) {
         reason = error.what();
-        std::fprintf(stderr, "swarm-logits: %s%s%s\n", job.model.c_str(), job.model.empty() ? "" : ": ", reason.c_str());
+        std::fprintf(stderr, "swarm-logits: %s%s%s\n", job.model.c_str(), job.model.empty() ? "" : ": ",
+                     reason.c_str());
         std::replace(reason.begin(), reason.end(), '\n', ' ');
         std::printf("failed %s: %s\n", job.out.c_str(), reason.c_str());
     }

@@ -36,8 +36,9 @@ struct Layer {
         std::mt19937                          random(seed);
         std::uniform_real_distribution<float> exponent(-12, 12);
         const auto value = [&] { return (random() % 2 ? 1.0f : -1.0f) * std::exp2(exponent(random)); };
-        h.resize(size_t(tokens) * size_t(pair ? used : 1) * size_t(in) + size_t(tokens) * 3);  // rows lie 3 floats apart
-        weights.resize(size_t(tokens) * size_t(used) * 2);                                    // slots lie 2 floats apart
+        h.resize(size_t(tokens) * size_t(pair ? used : 1) * size_t(in) +
+                 size_t(tokens) * 3);                       // rows lie 3 floats apart
+        weights.resize(size_t(tokens) * size_t(used) * 2);  // slots lie 2 floats apart
         for (float & x : h) {
             x = value();
         }
@@ -78,7 +79,7 @@ struct Layer {
     int     id(int t, int s) const { return ids[size_t(t) * size_t(n_used + 1) + size_t(s)]; }
     float   value(int t, int s, int o) const {
         const LayerInput in  = input();
-        const float *    row = h.data() + size_t(t) * in.h_token_stride + (input_pair ? size_t(s) * in.h_slot_stride : 0);
+        const float * row = h.data() + size_t(t) * in.h_token_stride + (input_pair ? size_t(s) * in.h_slot_stride : 0);
         return expert_value(id(t, s), weights[size_t(t) * size_t(n_used) * 2 + size_t(s) * 2], row, n_in, o);
     }
 
@@ -196,12 +197,13 @@ struct Part {
     std::vector<int> nodes;
 };
 
-inline std::shared_ptr<const RoutingTable> table_of(const std::vector<uint16_t> & ports, const std::vector<Part> & parts,
-                                             const std::string & reduce = "rows", const std::string & dtype = "f32",
-                                             int floor_ms = 20000, int sequence = 1) {
+inline std::shared_ptr<const RoutingTable>
+table_of(const std::vector<uint16_t> & ports, const std::vector<Part> & parts, const std::string & reduce = "rows",
+         const std::string & dtype = "f32", int floor_ms = 20000, int sequence = 1) {
     std::string nodes, slices;
     for (size_t i = 0; i < ports.size(); i++) {
-        nodes += std::string(i ? "," : "") + "{\"name\":\"node" + std::to_string(i) + "\",\"host\":\"127.0.0.1\",\"port\":" + std::to_string(ports[i]) + "}";
+        nodes += std::string(i ? "," : "") + "{\"name\":\"node" + std::to_string(i) +
+                 "\",\"host\":\"127.0.0.1\",\"port\":" + std::to_string(ports[i]) + "}";
     }
     for (const Part & part : parts) {
         std::string owners;
@@ -212,9 +214,11 @@ inline std::shared_ptr<const RoutingTable> table_of(const std::vector<uint16_t> 
                   ",\"last\":" + std::to_string(part.last) + ",\"nodes\":[" + owners + "]}";
     }
     std::string problem;
-    const auto  table = RoutingTable::parse("{\"version\":1,\"term\":3,\"sequence\":" + std::to_string(sequence) + ",\"model\":\"demo-0123\",\"reduce\":\"" +
-                                                reduce + "\",\"dtype\":\"" + dtype + "\",\"deadline_floor_ms\":" + std::to_string(floor_ms) +
-                                                ",\"nodes\":[" + nodes + "],\"slices\":[" + slices + "]}", problem);
+    const auto  table = RoutingTable::parse("{\"version\":1,\"term\":3,\"sequence\":" + std::to_string(sequence) +
+                                                ",\"model\":\"demo-0123\",\"reduce\":\"" + reduce + "\",\"dtype\":\"" +
+                                                dtype + "\",\"deadline_floor_ms\":" + std::to_string(floor_ms) +
+                                                ",\"nodes\":[" + nodes + "],\"slices\":[" + slices + "]}",
+                                            problem);
     CHECK(table != nullptr);
     CHECK(problem.empty());
     return table;

@@ -98,7 +98,8 @@ class Connection {
                 header.push_back(uint8_t(uint64_t(size) >> (8 * (n - 1 - i))));
             }
         }
-        header.insert(header.end(), static_cast<const uint8_t *>(payload), static_cast<const uint8_t *>(payload) + size);
+        header.insert(header.end(), static_cast<const uint8_t *>(payload),
+                      static_cast<const uint8_t *>(payload) + size);
         return write(header.data(), header.size());
     }
     bool message(const Data & payload) { return frame(0x82, payload.data(), payload.size()); }
@@ -229,8 +230,10 @@ class Server {
             return false;
         }
         const std::string key    = head.substr(begin + name.size(), head.find("\r\n", begin) - begin - name.size());
-        const std::string answer = "HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nconnection: keep-alive, Upgrade\r\n"
-                                   "Sec-WebSocket-Accept: " + swarm::websocket_accept(key) + "\r\n\r\n";
+        const std::string answer =
+            "HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nconnection: keep-alive, Upgrade\r\n"
+            "Sec-WebSocket-Accept: " +
+            swarm::websocket_accept(key) + "\r\n\r\n";
         return connection.write(answer.data(), answer.size());
     }
 
@@ -285,12 +288,33 @@ inline bool parse_request(const Data & message, Request & request) {
         else if (key == "deadline_ms") { ok = ok && reader.number(request.deadline_ms); }
         else if (key == "model") { ok = ok && text(request.model); }
         else if (key == "reduce") { ok = ok && text(request.reduce); }
-        else if (key == "dtype") { ok = ok && text(request.dtype); }
-        else if (key == "h") { ok = ok && bytes([](Request & r, const uint8_t * d, size_t s) { r.h.assign(d, d + s); }, request); }
-        else if (key == "row") { ok = ok && bytes([](Request & r, const uint8_t * d, size_t s) { r.row.resize(s / 4); std::memcpy(r.row.data(), d, s / 4 * 4); }, request); }
-        else if (key == "expert") { ok = ok && bytes([](Request & r, const uint8_t * d, size_t s) { r.expert.resize(s / 4); std::memcpy(r.expert.data(), d, s / 4 * 4); }, request); }
-        else if (key == "weight") { ok = ok && bytes([](Request & r, const uint8_t * d, size_t s) { r.weight.resize(s / 4); std::memcpy(r.weight.data(), d, s / 4 * 4); }, request); }
-        else { ok = false; }
+        else if (key == "dtype") { ok = ok && text(request.dtype);
+        } else if (key == "h") {
+            ok = ok && bytes([](Request & r, const uint8_t * d, size_t s) { r.h.assign(d, d + s); }, request);
+        } else if (key == "row") {
+            ok = ok && bytes(
+                           [](Request & r, const uint8_t * d, size_t s) {
+                               r.row.resize(s / 4);
+                               std::memcpy(r.row.data(), d, s / 4 * 4);
+                           },
+                           request);
+        } else if (key == "expert") {
+            ok = ok && bytes(
+                           [](Request & r, const uint8_t * d, size_t s) {
+                               r.expert.resize(s / 4);
+                               std::memcpy(r.expert.data(), d, s / 4 * 4);
+                           },
+                           request);
+        } else if (key == "weight") {
+            ok = ok && bytes(
+                           [](Request & r, const uint8_t * d, size_t s) {
+                               r.weight.resize(s / 4);
+                               std::memcpy(r.weight.data(), d, s / 4 * 4);
+                           },
+                           request);
+        } else {
+            ok = false;
+        }
         if (!ok) {
             return false;
         }

@@ -31,8 +31,10 @@ TEST(sha256_gives_the_published_digests) {
 }
 
 TEST(hmac_gives_the_codes_of_rfc_4231) {
-    CHECK(hex(hmac_sha256(std::string(20, '\x0b'), "Hi There")) == "b0344c61d8db38535ca8afceaf0bf12b881dc200c9833da726e9376c2e32cff7");
-    CHECK(hex(hmac_sha256("Jefe", "what do ya want for nothing?")) == "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843");
+    CHECK(hex(hmac_sha256(std::string(20, '\x0b'), "Hi There")) ==
+          "b0344c61d8db38535ca8afceaf0bf12b881dc200c9833da726e9376c2e32cff7");
+    CHECK(hex(hmac_sha256("Jefe", "what do ya want for nothing?")) ==
+          "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843");
     CHECK(hex(hmac_sha256(std::string(131, '\xaa'), "Test Using Larger Than Block-Size Key - Hash Key First")) ==
           "60e431591ee0b67f0d8a26aacbf5b77f8e0bc6213728c5140546040f0ee37f54");
 }
@@ -64,5 +66,6 @@ TEST(keys_and_nonces_from_outside_are_checked) {
     CHECK(nonce_in("Swarm nonce=\"abc").empty());
     CHECK(nonce_in("Swarm nonce=\"" + std::string(200, 'a') + "\"").empty());
     CHECK(http_status("HTTP/1.1 401 Unauthorized\r\n\r\n") == 401);
-    CHECK(http_header("HTTP/1.1 401 x\r\nA: b\r\nWWW-Authenticate:  Swarm x \r\n\r\n", "www-authenticate") == "Swarm x");
+    CHECK(http_header("HTTP/1.1 401 x\r\nA: b\r\nWWW-Authenticate:  Swarm x \r\n\r\n", "www-authenticate") ==
+          "Swarm x");
 }

@@ -16,7 +16,8 @@ TEST(caller_rows_are_added_in_slot_order) {
                 const Layer layer(n_tokens, n_used, 8, 12, 20, pair, unsigned(n_tokens * 10 + n_used));
                 const auto  a = server_of(good(layer)), b = server_of(good(layer)), c = server_of(good(layer));
                 Caller      caller;
-                CHECK(caller.set_table(table_of({a->port(), b->port(), c->port()}, {{0, 2, {0}}, {3, 3, {1}}, {4, 5, {2}}, {6, 7, {1}}})));
+                CHECK(caller.set_table(
+                    table_of({a->port(), b->port(), c->port()}, {{0, 2, {0}}, {3, 3, {1}}, {4, 5, {2}}, {6, 7, {1}}})));
                 for (int round = 0; round < 2; round++) {
                     const Result result = call(caller, layer);
                     CHECK(result.ok);
@@ -45,7 +46,8 @@ TEST(caller_float_formats) {
         const float        step     = dtype == "f16" ? 1.0f / 1024 : 1.0f / 128;
         CHECK(result.ok);
         for (size_t i = 0; i < expected.size(); i++) {
-            CHECK(std::fabs(result.out[i] - expected[i]) <= 3 * step * 24);  // three values of at most 18, rounded twice
+            CHECK(std::fabs(result.out[i] - expected[i]) <=
+                  3 * step * 24);  // three values of at most 18, rounded twice
         }
         if (dtype == "f16") {
             layer.h[0]          = 1e6f;
@@ -101,16 +103,19 @@ TEST(caller_asks_only_owners_and_once) {
         }));
     }
     Caller caller;
-    CHECK(caller.set_table(table_of({servers[0]->port(), servers[1]->port(), servers[2]->port()}, {{0, 3, {0}}, {4, 5, {1}}, {6, 7, {2}}})));
+    CHECK(caller.set_table(table_of({servers[0]->port(), servers[1]->port(), servers[2]->port()},
+                                    {{0, 3, {0}}, {4, 5, {1}}, {6, 7, {2}}})));
     CHECK(call(caller, layer).ok);
     const std::lock_guard<std::mutex> lock(mutex);
     CHECK(seen[0].size() == 1 && seen[1].size() == 1 && seen[2].empty() && servers[2]->n_connections() == 0);
     CHECK((seen[0][0].row == std::vector<int32_t>{0, 1, 1}) && (seen[0][0].expert == std::vector<int32_t>{1, 0, 2}));
     CHECK(seen[0][0].n_rows == 2 && seen[0][0].h.size() == 2 * 12 * 4);
-    CHECK((seen[1][0].row == std::vector<int32_t>{0}) && (seen[1][0].expert == std::vector<int32_t>{4}) && seen[1][0].h.size() == 12 * 4);
+    CHECK((seen[1][0].row == std::vector<int32_t>{0}) && (seen[1][0].expert == std::vector<int32_t>{4}) &&
+          seen[1][0].h.size() == 12 * 4);
     CHECK(seen[0][0].model == "demo-0123" && seen[0][0].term == 3 && seen[0][0].layer == 0);
     const Statistics statistics = caller.statistics();
-    CHECK(statistics.calls == 2 && statistics.failures == 0 && statistics.nodes.size() == 3 && statistics.layers.size() == 1);
+    CHECK(statistics.calls == 2 && statistics.failures == 0 && statistics.nodes.size() == 3 &&
+          statistics.layers.size() == 1);
     CHECK(statistics.nodes[0].calls == 1 && statistics.nodes[0].pairs == 3 && statistics.nodes[0].bytes_sent > 300);
     CHECK(statistics.nodes[1].pairs == 1 && statistics.nodes[2].calls == 0 && statistics.layers[0].rounds == 1);
     CHECK(statistics.nodes[0].bytes_received > 3 * 20 * 4 && statistics.nodes[0].compute_us == 10);
@@ -128,7 +133,8 @@ TEST(caller_refuses_bad_ids_and_tables) {
     const auto refused = [&](std::vector<int32_t> ids, int expert, const std::string & reason) {
         layer.ids           = std::move(ids);
         const Result result = call(caller, layer);
-        CHECK(!result.ok && result.failure.layer == 0 && result.failure.first_expert == expert && result.failure.last_expert == expert);
+        CHECK(!result.ok && result.failure.layer == 0 && result.failure.first_expert == expert &&
+              result.failure.last_expert == expert);
         CHECK_CONTAINS(result.failure.reason, reason);
     };
     refused({0, 1, 0, 2, 3, 0, 1, 1, 0}, 1, "expert 1 twice for token 2");

@@ -1,4 +1,5 @@
-// Everything a node can do wrong in one layer's call: deadlines, retries, replicas, and failures that say what happened.
+// Everything a node can do wrong in one layer's call: deadlines, retries, replicas, and failures that say what
+// happened.
 
 #include "router/caller_rig.hpp"
 
@@ -14,10 +15,18 @@ using namespace swarm;
 using namespace rig;
 
 TEST(caller_ends_by_the_deadline_when_a_node_is_silent) {
-    check_bad_node([](fake::Connection & connection, const fake::Request &) { connection.wait_for_close(); return false; },
-                   "no reply within", first_deadline_ms - 1);
-    check_bad_node([](fake::Connection & connection, const fake::Request &) { connection.freeze(); return false; }, "no reply within",
-                   first_deadline_ms - 1);
+    check_bad_node(
+        [](fake::Connection & connection, const fake::Request &) {
+            connection.wait_for_close();
+            return false;
+        },
+        "no reply within", first_deadline_ms - 1);
+    check_bad_node(
+        [](fake::Connection & connection, const fake::Request &) {
+            connection.freeze();
+            return false;
+        },
+        "no reply within", first_deadline_ms - 1);
 }
 
 TEST(caller_ends_by_the_deadline_when_a_reply_drips) {
@@ -34,7 +43,8 @@ TEST(caller_ends_by_the_deadline_when_a_reply_drips) {
 }
 
 TEST(caller_ends_by_the_deadline_when_a_node_closes_each_time) {
-    check_bad_node([](fake::Connection &, const fake::Request &) { return false; }, "last: the peer closed the connection", first_deadline_ms - 1);
+    check_bad_node([](fake::Connection &, const fake::Request &) { return false; },
+                   "last: the peer closed the connection", first_deadline_ms - 1);
     check_bad_node(
         [](fake::Connection & connection, const fake::Request &) {
             const uint8_t frame[4] = {0x88, 2, 0x03, 0xe9};
@@ -92,7 +102,9 @@ TEST(caller_refuses_wrong_replies_at_once) {
     check_bad_node(with_values(std::vector<float>(4 * 20 + 1)), "bytes of values instead of 320");
     check_bad_node(with_values({}), "0 bytes of values");
     check_bad_node(with_values(std::vector<float>(10000)), "longer than");
-    check_bad_node([](fake::Connection & connection, const fake::Request &) { return connection.message({0xc1, 2, 3}); }, "not a msgpack map");
+    check_bad_node(
+        [](fake::Connection & connection, const fake::Request &) { return connection.message({0xc1, 2, 3}); },
+        "not a msgpack map");
 
     for (const float bad : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
         for (const std::string reduce : {"rows", "sum"}) {
@@ -115,9 +127,12 @@ TEST(caller_refuses_wrong_replies_at_once) {
 }
 
 TEST(caller_reports_a_nodes_error_in_its_words) {
-    check_bad_node([](fake::Connection & connection, const fake::Request & request) {
-        return connection.message(fake::error(request.id, "failed", "expert 2 gave a value that is not finite\n\x01", false));
-    }, "failed: expert 2 gave a value that is not finite??");
+    check_bad_node(
+        [](fake::Connection & connection, const fake::Request & request) {
+            return connection.message(
+                fake::error(request.id, "failed", "expert 2 gave a value that is not finite\n\x01", false));
+        },
+        "failed: expert 2 gave a value that is not finite??");
     check_bad_node([](fake::Connection & connection, const fake::Request &) {
         return connection.message(fake::error(0, "bad_request", "no map", false));
     }, "bad_request: no map");
@@ -160,7 +175,8 @@ TEST(caller_goes_to_the_next_node_of_the_list) {
     for (const std::string reduce : {"rows", "sum"}) {
         // Node 0 holds three slices alone in name: their replicas differ, so its part is cut up.
         Caller caller;
-        CHECK(caller.set_table(table_of({dead_port, b->port(), c->port()}, {{0, 1, {0, 1}}, {2, 3, {0, 2}}, {4, 5, {0, 1}}, {6, 7, {1}}}, reduce)));
+        CHECK(caller.set_table(table_of({dead_port, b->port(), c->port()},
+                                        {{0, 1, {0, 1}}, {2, 3, {0, 2}}, {4, 5, {0, 1}}, {6, 7, {1}}}, reduce)));
         const Result result = call(caller, layer);
         CHECK(result.ok && result.wall_ms < 10000);  // at once, not after the dead node's deadline of 20 s
         if (reduce == "rows") {
@@ -181,7 +197,10 @@ TEST(caller_goes_to_the_next_node_of_the_list) {
 
 TEST(caller_replaces_a_silent_node_after_its_deadline) {
     const Layer layer(2, 2, 4);
-    const auto  silent = server_of([](fake::Connection & connection, const fake::Request &) { connection.wait_for_close(); return false; });
+    const auto  silent = server_of([](fake::Connection & connection, const fake::Request &) {
+        connection.wait_for_close();
+        return false;
+    });
     const auto  other  = server_of(good(layer));
     Caller      caller;
     CHECK(caller.set_table(table_of({silent->port(), other->port()}, {{0, 3, {0, 1}}}, "rows", "f32", floor_ms)));
@@ -287,7 +306,10 @@ TEST(caller_is_not_disturbed_by_signals) {
     sigaddset(&alarms, SIGALRM);
     pthread_sigmask(SIG_BLOCK, &alarms, nullptr);  // for the servers' threads
     const auto server = server_of(good(layer));
-    const auto silent = server_of([](fake::Connection & connection, const fake::Request &) { connection.wait_for_close(); return false; });
+    const auto                   silent    = server_of([](fake::Connection & connection, const fake::Request &) {
+        connection.wait_for_close();
+        return false;
+    });
     static volatile sig_atomic_t n_signals = 0;
     struct sigaction             action{}, former{};
     action.sa_handler = [](int) { n_signals = n_signals + 1; };  // without SA_RESTART: system calls end with EINTR

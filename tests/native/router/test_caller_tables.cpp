@@ -64,17 +64,21 @@ TEST(caller_in_retries_goes_over_to_a_newer_table) {
     for (const std::string reduce : {"rows", "sum"}) {
         Signal     asked, whole, first_half, second_half;
         const auto dead = dying(asked);
-        const auto a = holding(layer, 0, 3, whole), b = holding(layer, 4, 5, first_half), c = holding(layer, 6, 7, second_half);
+        const auto a = holding(layer, 0, 3, whole), b = holding(layer, 4, 5, first_half),
+                   c = holding(layer, 6, 7, second_half);
         Caller     caller;
-        CHECK(caller.set_table(table_of({a->port(), dead->port()}, {{0, 3, {0}}, {4, 7, {1}}}, reduce, "f32", far_ms, 1)));
+        CHECK(caller.set_table(
+            table_of({a->port(), dead->port()}, {{0, 3, {0}}, {4, 7, {1}}}, reduce, "f32", far_ms, 1)));
         Result      result;
         std::thread calling([&] { result = call(caller, layer); });
         CHECK(asked.wait(2) && whole.wait());
         // Names again, other slices, and nothing of the node whose reply is there already.
-        CHECK(caller.set_table(table_of({b->port(), c->port(), dead->port()}, {{0, 5, {0}}, {6, 7, {1}}}, reduce, "f32", far_ms, 2)));
+        CHECK(caller.set_table(
+            table_of({b->port(), c->port(), dead->port()}, {{0, 5, {0}}, {6, 7, {1}}}, reduce, "f32", far_ms, 2)));
         calling.join();
         CHECK(result.ok && result.wall_ms < far_enough_ms);
-        CHECK(same_bits(result.out, reduce == "rows" ? layer.expected_rows() : layer.expected_sum({{0, 3}, {4, 5}, {6, 7}})));
+        CHECK(same_bits(result.out,
+                        reduce == "rows" ? layer.expected_rows() : layer.expected_sum({{0, 3}, {4, 5}, {6, 7}})));
         CHECK(whole.count() == 1 && first_half.count() == 1 && second_half.count() == 1);
         CHECK(caller.statistics().failures == 0 && caller.statistics().nodes.size() == 3);
     }
@@ -116,8 +120,10 @@ TEST(caller_gives_nobody_its_time_twice_by_newer_tables) {
     for (int sequence = 2; !ended; sequence++) {
         CHECK(asked.wait(std::min(sequence, 5)));
         // Sometimes in two slices, of which one has another holder that is no better.
-        CHECK(caller.set_table(table_of({dead->port(), dead->port()}, sequence % 2 ? std::vector<Part>{{0, 3, {0}}} : std::vector<Part>{{0, 1, {0, 1}}, {2, 3, {0}}},
-                                        "rows", "f32", 1000, sequence)));
+        CHECK(caller.set_table(
+            table_of({dead->port(), dead->port()},
+                     sequence % 2 ? std::vector<Part>{{0, 3, {0}}} : std::vector<Part>{{0, 1, {0, 1}}, {2, 3, {0}}},
+                     "rows", "f32", 1000, sequence)));
     }
     calling.join();
     CHECK(!result.ok && result.failure.node == "node0");
@@ -131,8 +137,9 @@ TEST(caller_keeps_to_the_old_table_where_the_newer_one_does_not_fit) {
         std::vector<Part> parts;
         std::string       reduce, dtype;
     };
-    for (const Newer & newer : {Newer{{{0, 3, {0}}}, "sum", "f32"}, Newer{{{0, 3, {0}}}, "rows", "bf16"}, Newer{{{0, 2, {0}}}, "rows", "f32"},
-                                Newer{{{0, 1, {0}}, {3, 3, {0}}}, "rows", "f32"}, Newer{{}, "rows", "f32"}}) {
+    for (const Newer & newer :
+         {Newer{{{0, 3, {0}}}, "sum", "f32"}, Newer{{{0, 3, {0}}}, "rows", "bf16"}, Newer{{{0, 2, {0}}}, "rows", "f32"},
+          Newer{{{0, 1, {0}}, {3, 3, {0}}}, "rows", "f32"}, Newer{{}, "rows", "f32"}}) {
         Signal     asked, answering;
         const auto dead = dying(asked), other = holding(layer, 0, 3, answering);
         Caller     caller;

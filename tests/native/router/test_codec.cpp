@@ -126,7 +126,8 @@ TEST(golden_replies) {
     CHECK(reply.y.size == sizeof(expected) && std::memcmp(reply.y.data, expected, sizeof(expected)) == 0);
 
     CHECK(decode(from_hex(error_hex), reply, problem));
-    CHECK(reply.is_error && reply.id == 7 && reply.error.kind == "not_ready" && reply.error.message == "layer 5 is loading");
+    CHECK(reply.is_error && reply.id == 7 && reply.error.kind == "not_ready" &&
+          reply.error.message == "layer 5 is loading");
     CHECK(reply.error.layer == 5 && reply.error.retry && reply.error.n_experts == 2);
     CHECK(reply.error.experts[0] == 2 && reply.error.experts[1] == 5);
 }
@@ -164,7 +165,8 @@ TEST(request_refused_where_floats_do_not_fit) {
     CHECK_CONTAINS(problem, "f16");
     golden.request.dtype = Dtype::bf16;
     const auto bytes     = encoded(golden.request);
-    CHECK(bytes.size() == from_hex(request_hex).size() - 16 + 1);  // half the values' bytes; "bf16" is longer than "f32"
+    CHECK(bytes.size() ==
+          from_hex(request_hex).size() - 16 + 1);  // half the values' bytes; "bf16" is longer than "f32"
 }
 
 TEST(request_into_too_small_buffers) {
@@ -199,31 +201,34 @@ TEST(replies_with_hostile_lengths) {
     Reply       reply;
     std::string problem;
     for (const char * hex : {
-             "dfffffffff",                                          // a map of 2^32-1
-             "81a179c6ffffffff00",                                  // bin of 2^32-1
-             "81a178ddffffffff00",                                  // array of 2^32-1
-             "81a178dbffffffff00",                                  // str of 2^32-1
-             "82a17601a17601",                                      // a key twice
-             "83a17602a2696407a179c400",                            // version 2
-             "82a2696407a179c400",                                  // no version
-             "82a17601a179c400",                                    // no id
-             "82a17601a2696407",                                    // neither y nor error
-             "83a17601a26964ffa179c400",                            // id -1
-             "83a17601a2696407a1799100",                            // y is an array
-             "83a17601a2696407a17904",                              // y is a number
-             "8301010203a179c400",                                  // keys that are no text
-             "84a17601a2696407a179c400a178c70100ff",                // an ext type
-             "84a17601a2696407a179c400a178c1",                      // the unused type
-             "83a17601a2696407a56572726f7281a46b696e64a178",        // an error without message
-             "83a17601a2696407a56572726f7283a46b696e64a178a76d657373616765a178a765787065727473dc00110000000000000000000000000000000000",
-             "84a17601a2696407a179c400a178919191919191919100",      // nesting: deeper than 8
+             "dfffffffff",                                    // a map of 2^32-1
+             "81a179c6ffffffff00",                            // bin of 2^32-1
+             "81a178ddffffffff00",                            // array of 2^32-1
+             "81a178dbffffffff00",                            // str of 2^32-1
+             "82a17601a17601",                                // a key twice
+             "83a17602a2696407a179c400",                      // version 2
+             "82a2696407a179c400",                            // no version
+             "82a17601a179c400",                              // no id
+             "82a17601a2696407",                              // neither y nor error
+             "83a17601a26964ffa179c400",                      // id -1
+             "83a17601a2696407a1799100",                      // y is an array
+             "83a17601a2696407a17904",                        // y is a number
+             "8301010203a179c400",                            // keys that are no text
+             "84a17601a2696407a179c400a178c70100ff",          // an ext type
+             "84a17601a2696407a179c400a178c1",                // the unused type
+             "83a17601a2696407a56572726f7281a46b696e64a178",  // an error without message
+             "83a17601a2696407a56572726f7283a46b696e64a178a76d657373616765a178a765787065727473dc00110000000000000000000"
+             "000000000000000",
+             "84a17601a2696407a179c400a178919191919191919100",  // nesting: deeper than 8
          }) {
         CHECK(!decode(from_hex(hex), reply, problem));
         CHECK(!problem.empty());
     }
     // Unknown fields of every known type are passed over, at the deepest nesting allowed.
-    CHECK(decode(from_hex("8ba17601a2696407a179c400a161ca00000000a162cbffffffffffffffffa163c0a164c3a165d38000000000000000"
-                          "a1669191919191919105a167d90161a16882a16101a162e0"), reply, problem));
+    CHECK(
+        decode(from_hex("8ba17601a2696407a179c400a161ca00000000a162cbffffffffffffffffa163c0a164c3a165d38000000000000000"
+                        "a1669191919191919105a167d90161a16882a16101a162e0"),
+               reply, problem));
     CHECK(reply.id == 7 && reply.y.size == 0);
     // Integers in longer forms than needed are the same integers.
     CHECK(decode(from_hex("83a176d30000000000000001a26964cf0000000000000007a179c400"), reply, problem));
@@ -265,7 +270,8 @@ TEST(f16_against_its_definition) {
         const bool     finite = decode_floats(Dtype::f16, &stored, 1, &value);
         const double   expect = f16_value(stored);
         CHECK(finite == std::isfinite(expect));
-        CHECK(std::isnan(expect) ? std::isnan(value) : double(value) == expect && std::signbit(value) == std::signbit(expect));
+        CHECK(std::isnan(expect) ? std::isnan(value)
+                                 : double(value) == expect && std::signbit(value) == std::signbit(expect));
         uint16_t again = 0;
         CHECK(encode_floats(Dtype::f16, &value, 1, &again));
         CHECK(std::isnan(expect) ? std::isnan(f16_value(again)) : again == stored);
@@ -273,7 +279,8 @@ TEST(f16_against_its_definition) {
         // Between this value and the next: halfway goes to the even one, anything else to the nearer.
         if (half < 0x7bff) {
             const double next = f16_value(uint16_t(half + 1));
-            const float  middle = float((expect + next) / 2), below = std::nextafter(middle, 0.0f), above = std::nextafter(middle, INFINITY);
+            const float  middle = float((expect + next) / 2), below = std::nextafter(middle, 0.0f),
+                        above = std::nextafter(middle, INFINITY);
             uint16_t     result[3];
             const float  values[3] = {below, middle, above};
             CHECK(encode_floats(Dtype::f16, values, 3, result));
@@ -333,11 +340,13 @@ TEST(handshake_of_the_rfc) {
     }
     CHECK(hex == "e61cfffe0d9195a525fc6cf06ca2d77119c24a40");
     const uint8_t bytes[] = {'f', 'o', 'o', 'b'};
-    CHECK(base64(bytes, 1) == "Zg==" && base64(bytes, 2) == "Zm8=" && base64(bytes, 3) == "Zm9v" && base64(bytes, 4) == "Zm9vYg==");
+    CHECK(base64(bytes, 1) == "Zg==" && base64(bytes, 2) == "Zm8=" && base64(bytes, 3) == "Zm9v" &&
+          base64(bytes, 4) == "Zm9vYg==");
 
     const std::string key  = "dGhlIHNhbXBsZSBub25jZQ==";
-    const std::string good = "HTTP/1.1 101 Switching Protocols\r\nUPGRADE: WebSocket\r\nConnection: keep-alive, upgrade\r\n"
-                             "Sec-WebSocket-Accept: s3pPLMBiTxaQ9kYGzzhZRbK+xOo=\r\n\r\n";
+    const std::string good =
+        "HTTP/1.1 101 Switching Protocols\r\nUPGRADE: WebSocket\r\nConnection: keep-alive, upgrade\r\n"
+        "Sec-WebSocket-Accept: s3pPLMBiTxaQ9kYGzzhZRbK+xOo=\r\n\r\n";
     std::string problem;
     CHECK(check_upgrade_response(good, key, problem));
     for (const char * removed : {"UPGRADE: WebSocket\r\n", "Connection: keep-alive, upgrade\r\n",
@@ -358,10 +367,13 @@ TEST(handshake_of_the_rfc) {
 namespace {
 
 const std::string good_table =
-    R"({"version": 1, "sequence": 7, "term": 3, "model": "demo-0123", "reduce": "rows", "dtype": "f32", "deadline_floor_ms": 2000,
+    R"({"version": 1, "sequence": 7, "term": 3, "model": "demo-0123", "reduce": "rows", "dtype": "f32",
+        "deadline_floor_ms": 2000,
         "nodes": [{"name": "alpha", "host": "127.0.0.1", "port": 4101}, {"name": "beta", "host": "::1", "port": 4102}],
-        "slices": [{"layer": 0, "first": 3, "last": 7, "nodes": [1, 0]}, {"layer": 0, "first": 0, "last": 2, "nodes": [0]},
-                   {"layer": 2, "first": 0, "last": 3, "nodes": [0]}, {"layer": 2, "first": 6, "last": 7, "nodes": [0]}]})";
+        "slices": [{"layer": 0, "first": 3, "last": 7, "nodes": [1, 0]},
+                   {"layer": 0, "first": 0, "last": 2, "nodes": [0]},
+                   {"layer": 2, "first": 0, "last": 3, "nodes": [0]},
+                   {"layer": 2, "first": 6, "last": 7, "nodes": [0]}]})";
 
 std::string with(const std::string & from, const std::string & to) {
     std::string text = good_table;
@@ -386,7 +398,8 @@ TEST(routing_table_lookup) {
         return slice < 0 ? -1 : table->slices()[size_t(slice)].nodes.front();
     };
     CHECK(node(0, 0) == 0 && node(0, 2) == 0 && node(0, 3) == 1 && node(0, 7) == 1 && node(2, 7) == 0);
-    CHECK(node(0, 8) == -1 && node(0, -1) == -1 && node(1, 0) == -1 && node(2, 4) == -1 && node(3, 0) == -1 && node(-1, 0) == -1);
+    CHECK(node(0, 8) == -1 && node(0, -1) == -1 && node(1, 0) == -1 && node(2, 4) == -1 && node(3, 0) == -1 &&
+          node(-1, 0) == -1);
     CHECK(table->missing(0).empty());
     CHECK_CONTAINS(table->missing(2), "experts 4 to 5 of layer 2");
     CHECK_CONTAINS(table->missing(1), "layer 1");

@@ -28,7 +28,8 @@ class Agent {
         std::strncpy(address.sun_path, path.c_str(), sizeof(address.sun_path) - 1);
         unlink(path.c_str());
         listen_fd_ = socket(AF_UNIX, SOCK_STREAM, 0);
-        CHECK(bind(listen_fd_, reinterpret_cast<sockaddr *>(&address), sizeof(address)) == 0 && listen(listen_fd_, 4) == 0);
+        CHECK(bind(listen_fd_, reinterpret_cast<sockaddr *>(&address), sizeof(address)) == 0 &&
+              listen(listen_fd_, 4) == 0);
     }
     ~Agent() {
         drop();
@@ -144,15 +145,19 @@ struct Inbox {
     }
     bool wait(size_t n_tables, size_t n_problems) {
         std::unique_lock<std::mutex> lock(mutex);
-        return changed.wait_for(lock, std::chrono::seconds(20), [&] { return tables.size() >= n_tables && problems.size() >= n_problems; });
+        return changed.wait_for(lock, std::chrono::seconds(20),
+                                [&] { return tables.size() >= n_tables && problems.size() >= n_problems; });
     }
 };
 
 // `more`: further fields of the message, each with a comma behind it.
 std::string table_line(int sequence, size_t padding = 0, const std::string & more = "") {
     return R"({"type": "table", )" + more + R"("table": {"version": 1, "sequence": )" + std::to_string(sequence) +
-           R"(, "term": 1, "model": "m", "reduce": "sum", "dtype": "bf16", "deadline_floor_ms": 2000, "note": ")" + std::string(padding, 'x') +
-           R"(", "nodes": [{"name": "a", "host": "127.0.0.1", "port": 1}], "slices": [{"layer": 0, "first": 0, "last": 1, "nodes": [0]}]}})" "\n";
+           R"(, "term": 1, "model": "m", "reduce": "sum", "dtype": "bf16", "deadline_floor_ms": 2000, "note": ")" +
+           std::string(padding, 'x') +
+           R"(", "nodes": [{"name": "a", "host": "127.0.0.1", "port": 1}], )"
+           R"("slices": [{"layer": 0, "first": 0, "last": 1, "nodes": [0]}]}})"
+           "\n";
 }
 
 Failure failure_of(int layer) {
@@ -185,11 +190,13 @@ TEST(control_hello_tables_failures_statistics) {
         agent->say("{\"type\": \"something newer\"}\n" + line.substr(0, 50));
         agent->say(line.substr(50) + table_line(5));
         CHECK(inbox.wait(2, 0));
-        CHECK(inbox.tables[0]->sequence == 4 && inbox.tables[1]->sequence == 5 && inbox.tables[1]->dtype == Dtype::bf16);
+        CHECK(inbox.tables[0]->sequence == 4 && inbox.tables[1]->sequence == 5 &&
+              inbox.tables[1]->dtype == Dtype::bf16);
 
         channel->report(failure_of(3));
         json object = agent->line();
-        CHECK(object["type"] == "failure" && object["layer"] == 3 && object["experts"] == json({2, 5}) && object["waited_ms"] == 13);
+        CHECK(object["type"] == "failure" && object["layer"] == 3 && object["experts"] == json({2, 5}) &&
+              object["waited_ms"] == 13);
         CHECK(object["reason"] == "no reply");
 
         {
@@ -200,8 +207,13 @@ TEST(control_hello_tables_failures_statistics) {
         }
         object = agent->line();
         CHECK(object["type"] == "stats" && object["calls"] == 8 && object["failures"] == 0);
-        CHECK((object["nodes"] == json::array({{{"name", "a"}, {"calls", 8}, {"pairs", 24}, {"bytes_sent", 1000}, {"bytes_received", 2000},
-                                                {"call_us_mean", 100.0}, {"compute_us_mean", 50.0}}})));
+        CHECK((object["nodes"] == json::array({{{"name", "a"},
+                                                {"calls", 8},
+                                                {"pairs", 24},
+                                                {"bytes_sent", 1000},
+                                                {"bytes_received", 2000},
+                                                {"call_us_mean", 100.0},
+                                                {"compute_us_mean", 50.0}}})));
         CHECK((object["layers"] == json::array({{{"layer", 3}, {"rounds", 8}}})));
         channel->report(failure_of(9));
         channel.reset();  // what was reported goes out before the end
@@ -216,7 +228,8 @@ TEST(control_survives_nonsense_and_long_lines) {
     std::string problem;
     const auto  channel = ControlChannel::start(agent.address(), "b", inbox.handlers(), problem);
     CHECK(agent.accept_backend() && agent.line()["type"] == "hello");
-    agent.say("nonsense\n\n[]\n{\"type\": \"table\"}\n{\"type\": \"table\", \"table\": 3}\n" + std::string(50000, '[') + "\n" + table_line(1));
+    agent.say("nonsense\n\n[]\n{\"type\": \"table\"}\n{\"type\": \"table\", \"table\": 3}\n" + std::string(50000, '[') +
+              "\n" + table_line(1));
     CHECK(inbox.wait(1, 6));
     CHECK(inbox.problems.size() == 6);
     agent.say(table_line(2, (15u << 20)));  // long, and allowed
@@ -246,7 +259,8 @@ TEST(control_says_which_table_is_in_use) {
     CHECK_CONTAINS(answer["problem"].get<std::string>(), "version 2");
     CHECK(inbox.wait(1, 3));
     // Without an id that can be one there is no answer; the next line is about the last of these.
-    agent.say(table_line(4) + table_line(5, 0, R"("id": -1, )") + table_line(6, 0, R"("id": "x", )") + table_line(7, 0, R"("id": 11, )"));
+    agent.say(table_line(4) + table_line(5, 0, R"("id": -1, )") + table_line(6, 0, R"("id": "x", )") +
+              table_line(7, 0, R"("id": 11, )"));
     CHECK((agent.line() == json{{"type", "table"}, {"id", 11}, {"ok", true}}));
     CHECK(inbox.tables.size() == 5 && inbox.problems.size() == 3);
     // An agent that takes no answers: the last ones are kept for it.
@@ -274,8 +288,8 @@ TEST(control_hands_over_holds_within_their_bound) {
     CHECK(agent.accept_backend() && agent.line()["type"] == "hello");
     const auto hold = [](const std::string & ms) { return "{\"type\": \"hold\", \"ms\": " + ms + "}\n"; };
     agent.say(hold("1100") + hold("0") + hold("2000"));
-    agent.say("{\"type\": \"hold\"}\n" + hold("2001") + hold("-1") + hold("1.5") + hold("\"9\"") + hold("null") + hold("1e99") + hold("true") +
-              hold("18446744073709551616") + hold("7"));
+    agent.say("{\"type\": \"hold\"}\n" + hold("2001") + hold("-1") + hold("1.5") + hold("\"9\"") + hold("null") +
+              hold("1e99") + hold("true") + hold("18446744073709551616") + hold("7"));
     CHECK(inbox.wait(0, 9));
     agent.say(table_line(1));
     CHECK(inbox.wait(1, 9));
@@ -303,9 +317,10 @@ TEST(control_answers_a_request_for_a_trace) {
     agent.say("{\"type\": \"trace\", \"id\": 18446744073709551615}\n");
     CHECK(agent.line()["id"] == 18446744073709551615u);
     agent.say("{\"type\": \"trace\", \"id\": 8}\n");
-    CHECK(agent.line().dump() == R"({"between_ns":5000,"calls":[[4,0,2,14,800,400,50,2,600,400,50,550]],"held_ns":0,"id":8,)"
-                                 R"("layers":[{"add_ns":150,"encode_ns":100,"layer":4,"round_ns":900,"rounds":2,"rows":7,)"
-                                 R"("trunk_ns":300,"wait_ns":600}],"left_out":0,"nodes":["alpha"],"passes":3,"type":"trace"})");
+    CHECK(agent.line().dump() ==
+          R"({"between_ns":5000,"calls":[[4,0,2,14,800,400,50,2,600,400,50,550]],"held_ns":0,"id":8,)"
+          R"("layers":[{"add_ns":150,"encode_ns":100,"layer":4,"round_ns":900,"rounds":2,"rows":7,)"
+          R"("trunk_ns":300,"wait_ns":600}],"left_out":0,"nodes":["alpha"],"passes":3,"type":"trace"})");
     CHECK(inbox.problems.size() == 3);
 }
 
@@ -339,7 +354,8 @@ TEST(control_sends_again_what_was_cut_off) {
     CHECK(agent.accept_backend() && agent.line()["type"] == "hello");
     for (int i = 0; i < 3; i++) {
         Failure failure = failure_of(i);
-        failure.reason.assign(size_t(8) << 20, 'r');  // more than the kernel takes at once: the agent goes amid the first
+        failure.reason.assign(size_t(8) << 20,
+                              'r');  // more than the kernel takes at once: the agent goes amid the first
         channel->report(failure);
     }
     CHECK(agent.sees_bytes());
@@ -380,7 +396,8 @@ TEST(control_ends_at_once_with_an_agent_that_never_reads) {
 
 TEST(control_refuses_addresses) {
     Inbox inbox;
-    for (const char * address : {"", "unix:", "host.name:80", "127.0.0.1", "127.0.0.1:0", "127.0.0.1:99999", "127.0.0.1:8x"}) {
+    for (const char * address :
+         {"", "unix:", "host.name:80", "127.0.0.1", "127.0.0.1:0", "127.0.0.1:99999", "127.0.0.1:8x"}) {
         std::string problem;
         CHECK(ControlChannel::start(address, "b", inbox.handlers(), problem) == nullptr);
         CHECK_CONTAINS(problem, "SWARM_CONTROL");

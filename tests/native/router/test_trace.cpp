@@ -20,11 +20,14 @@ uint64_t ns(std::chrono::nanoseconds time) { return uint64_t(time.count()); }
 std::shared_ptr<const RoutingTable> layers_table(int n_layers, uint16_t port) {
     std::string slices, problem;
     for (int layer = 0; layer < n_layers; layer++) {
-        slices += std::string(layer ? "," : "") + "{\"layer\":" + std::to_string(layer) + ",\"first\":0,\"last\":3,\"nodes\":[0]}";
+        slices += std::string(layer ? "," : "") + "{\"layer\":" + std::to_string(layer) +
+                  ",\"first\":0,\"last\":3,\"nodes\":[0]}";
     }
-    const auto table = RoutingTable::parse("{\"version\":1,\"term\":1,\"sequence\":1,\"model\":\"demo-0123\",\"reduce\":\"rows\",\"dtype\":\"f32\","
-                                           "\"deadline_floor_ms\":20000,\"nodes\":[{\"name\":\"node0\",\"host\":\"127.0.0.1\",\"port\":" +
-                                           std::to_string(port) + "}],\"slices\":[" + slices + "]}", problem);
+    const auto table = RoutingTable::parse(
+        "{\"version\":1,\"term\":1,\"sequence\":1,\"model\":\"demo-0123\",\"reduce\":\"rows\",\"dtype\":\"f32\","
+        "\"deadline_floor_ms\":20000,\"nodes\":[{\"name\":\"node0\",\"host\":\"127.0.0.1\",\"port\":" +
+            std::to_string(port) + "}],\"slices\":[" + slices + "]}",
+        problem);
     CHECK(table != nullptr && problem.empty());
     return table;
 }
@@ -66,7 +69,8 @@ TEST(trace_names_the_node_that_answers_last) {
             }));
         }
         Caller caller;
-        CHECK(caller.set_table(table_of({servers[0]->port(), servers[1]->port(), servers[2]->port()}, {{0, 2, {0}}, {3, 5, {1}}, {6, 8, {2}}})));
+        CHECK(caller.set_table(table_of({servers[0]->port(), servers[1]->port(), servers[2]->port()},
+                                        {{0, 2, {0}}, {3, 5, {1}}, {6, 8, {2}}})));
         double wall_ms = 0;
         for (uint64_t i = 0; i < n_rounds; i++) {
             const Result result = call(caller, layer);
@@ -77,15 +81,18 @@ TEST(trace_names_the_node_that_answers_last) {
         CHECK((trace.nodes == std::vector<std::string>{"node0", "node1", "node2"}));
         CHECK(trace.layers.size() == 1 && trace.calls.size() == 3 && trace.left_out == 0);
         const LayerTrace & round = layer_of(trace, 0);
-        CHECK(round.rounds == n_rounds && round.rows == n_rounds * 6 && round.trunk_ns == 0 && trace.passes == n_rounds);
+        CHECK(round.rounds == n_rounds && round.rows == n_rounds * 6 && round.trunk_ns == 0 &&
+              trace.passes == n_rounds);
         CHECK(round.encode_ns > 0 && round.add_ns > 0 && round.wait_ns >= n_rounds * ns(delay));
-        CHECK(round.encode_ns + round.wait_ns + round.add_ns <= round.round_ns && double(round.round_ns) <= wall_ms * 1e6);
+        CHECK(round.encode_ns + round.wait_ns + round.add_ns <= round.round_ns &&
+              double(round.round_ns) <= wall_ms * 1e6);
         CallTrace all;
         for (const Trace::Call & entry : trace.calls) {
             const CallTrace & c = entry.counters;
             CHECK(entry.layer == 0 && c.calls == n_rounds);
             CHECK(c.compute_ns == n_rounds * 10000 && c.compute_ns + c.queue_ns <= c.call_ns);
-            CHECK(c.last_compute_ns + c.last_queue_ns <= c.last_wait_ns && c.alone_ns <= c.last_wait_ns + c.last * round.encode_ns);
+            CHECK(c.last_compute_ns + c.last_queue_ns <= c.last_wait_ns &&
+                  c.alone_ns <= c.last_wait_ns + c.last * round.encode_ns);
             CHECK((c.last == 0) == (c.last_wait_ns == 0));
             all.pairs += c.pairs;
             all.last += c.last;
@@ -94,7 +101,8 @@ TEST(trace_names_the_node_that_answers_last) {
         CHECK(all.pairs == n_rounds * 6 * 5 && all.last == n_rounds && all.last_wait_ns == round.wait_ns);
         // Replies that are read together have no order; a stalled machine may do that once or twice.
         const CallTrace & waited_for = trace.calls[slow].counters;
-        CHECK(trace.calls[slow].node == slow && waited_for.last >= 3 && waited_for.alone_ns >= ns(delay) && waited_for.call_ns >= n_rounds * ns(delay));
+        CHECK(trace.calls[slow].node == slow && waited_for.last >= 3 && waited_for.alone_ns >= ns(delay) &&
+              waited_for.call_ns >= n_rounds * ns(delay));
     }
 }
 
@@ -124,24 +132,28 @@ TEST(trace_tells_the_trunk_from_what_lies_between_passes) {
     };
     pass({0, 2});
     Trace trace = caller.trace();
-    CHECK(trace.passes == 1 && trace.between_ns == 0 && layer_of(trace, 0).trunk_ns == 0 && layer_of(trace, 2).trunk_ns >= ns(delay));
+    CHECK(trace.passes == 1 && trace.between_ns == 0 && layer_of(trace, 0).trunk_ns == 0 &&
+          layer_of(trace, 2).trunk_ns >= ns(delay));
     CHECK(trace.layers.size() == 2);
     pass({0, 1, 2});
     trace = caller.trace();
-    CHECK(trace.passes == 2 && trace.between_ns >= ns(delay) && layer_of(trace, 0).trunk_ns == 0 && layer_of(trace, 1).trunk_ns >= ns(delay));
+    CHECK(trace.passes == 2 && trace.between_ns >= ns(delay) && layer_of(trace, 0).trunk_ns == 0 &&
+          layer_of(trace, 1).trunk_ns >= ns(delay));
     const uint64_t between_ns = trace.between_ns, trunk_ns = layer_of(trace, 2).trunk_ns;
     CHECK(trunk_ns >= 2 * ns(delay));
     // A layer that fails ends its pass: what comes next says nothing about how long the trunk took.
     CHECK(!call(caller, layer, 7).ok);
     pass({2});
     trace = caller.trace();
-    CHECK(trace.passes == 3 && trace.between_ns == between_ns && layer_of(trace, 2).trunk_ns == trunk_ns && layer_of(trace, 2).rounds == 3);
+    CHECK(trace.passes == 3 && trace.between_ns == between_ns && layer_of(trace, 2).trunk_ns == trunk_ns &&
+          layer_of(trace, 2).rounds == 3);
     // A hold is no part of a round.
     const uint64_t round_ns = layer_of(trace, 2).round_ns;
     caller.hold(double(delay.count()));
     const Result held = call(caller, layer, 2);
     trace             = caller.trace();
-    CHECK(held.ok && trace.held_ns > 0 && double(layer_of(trace, 2).round_ns - round_ns + trace.held_ns) <= held.wall_ms * 1e6 + 1e5);
+    CHECK(held.ok && trace.held_ns > 0 &&
+          double(layer_of(trace, 2).round_ns - round_ns + trace.held_ns) <= held.wall_ms * 1e6 + 1e5);
 }
 
 TEST(trace_goes_on_where_a_node_moves_and_ends_where_it_leaves) {
@@ -157,6 +169,7 @@ TEST(trace_goes_on_where_a_node_moves_and_ends_where_it_leaves) {
     CHECK(caller.set_table(table_of({b->port(), a->port()}, {{0, 3, {1}}}, "rows", "f32", 20000, 3)));
     CHECK(call(caller, layer).ok);
     Trace trace = caller.trace();
-    CHECK(trace.nodes.size() == 2 && trace.calls.size() == 2 && trace.calls[1].node == 1 && trace.calls[1].counters.calls == 1);
+    CHECK(trace.nodes.size() == 2 && trace.calls.size() == 2 && trace.calls[1].node == 1 &&
+          trace.calls[1].counters.calls == 1);
     CHECK(layer_of(trace, 0).rounds == 3);
 }

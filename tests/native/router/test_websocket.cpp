@@ -134,8 +134,8 @@ TEST(websocket_masks_differ_from_frame_to_frame) {
 TEST(websocket_fragments_and_control_frames_between_them) {
     for (const bool bytewise : {false, true}) {
         fake::Server server([bytewise](fake::Connection & connection) {
-            const fake::Data frames = {0x02, 3, 'a', 'b', 'c', 0x89, 2, 'h', 'i', 0x00, 0, 0x8a, 0, 0x00, 3, 'd', 'e', 'f', 0x80, 1, 'g',
-                                       0x82, 2, 'x', 'y', 0x82, 0};
+            const fake::Data frames = {0x02, 3,   'a', 'b', 'c',  0x89, 2,   'h',  'i', 0x00, 0,   0x8a, 0, 0x00,
+                                       3,    'd', 'e', 'f', 0x80, 1,    'g', 0x82, 2,   'x',  'y', 0x82, 0};
             for (size_t i = 0; bytewise && i < frames.size(); i++) {
                 connection.write(&frames[i], 1);
             }
@@ -199,7 +199,8 @@ TEST(websocket_refuses_bad_frames) {
 }
 
 TEST(websocket_sees_a_peer_that_closes) {
-    for (const fake::Data & bytes : {fake::Data{}, fake::Data{0x82}, fake::Data{0x82, 5, 'a'}, fake::Data{0x02, 1, 'a'}}) {
+    for (const fake::Data & bytes :
+         {fake::Data{}, fake::Data{0x82}, fake::Data{0x82, 5, 'a'}, fake::Data{0x02, 1, 'a'}}) {
         fake::Server server([&bytes](fake::Connection & connection) {
             if (!bytes.empty()) {
                 connection.write(bytes.data(), bytes.size());
@@ -219,7 +220,8 @@ TEST(websocket_upgrade_refused_or_endless) {
     for (const bool endless : {false, true}) {
         fake::Server server(
             [endless](fake::Connection & connection) {
-                const std::string line = endless ? std::string(600, 'x') : "HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n";
+                const std::string line = endless ? std::string(600, 'x')
+                                                 : "HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n";
                 while (connection.write(line.data(), line.size()) && endless) {
                 }
                 connection.wait_for_close();
