@@ -67,7 +67,7 @@ VARIABLES = (
 )
 
 # Options of the build (CMakeLists.txt). They belong into CMAKE_ARGS, and do nothing as variables, but no harm either.
-_BUILD_OPTIONS = re.compile(r"SWARM_(ROUTER|TOOLS|SANITIZE|CCACHE|BUILD_ID|LLAMA_CPP_.*|SDIST_.*)")
+_BUILD_OPTIONS = re.compile(r"SWARM_(ROUTER|TOOLS|SANITIZE|CCACHE|UNITY|BUILD_ID|LLAMA_CPP_.*|SDIST_.*)")
 _NAMES = frozenset(variable.name for variable in VARIABLES)
 
 
