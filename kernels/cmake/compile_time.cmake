@@ -10,8 +10,8 @@
 #   gcc's memory (below)                  half of tools/server in one: 10.9 -> 8.6
 # A precompiled header was not tried: in this version of llama.cpp only few files include nlohmann/json.hpp.
 
-option(SWARM_UNITY "compile files of llama.cpp together (for a version whose names are known not to collide)"
-       ${SWARM_PINNED_SOURCE})
+set(SWARM_UNITY AUTO CACHE STRING
+    "compile files of llama.cpp together: ON, OFF, or AUTO, which is for the version whose names do not collide")
 
 # gcc tidies up its memory each time it has doubled, from 128 MiB on: a fifth of a large file's compilation. Here from
 # 512 MiB on, less where that is more than half of the machine's memory in all jobs together.
@@ -51,7 +51,7 @@ function(swarm_compile target level)
         list(FILTER sources INCLUDE REGEX "${arg_ONLY}")
     endif()
     set(together "")
-    if(SWARM_UNITY AND arg_TOGETHER)
+    if(arg_TOGETHER AND (SWARM_UNITY STREQUAL AUTO AND SWARM_PINNED_SOURCE OR SWARM_UNITY STREQUAL ON))
         set(together "${sources}")
         if(arg_APART)
             list(FILTER together EXCLUDE REGEX "${arg_APART}")
