@@ -26,6 +26,8 @@ API_KEY = "api-key-of-this-test/+"
 WORD = "xylozaurus"
 ROUTER, OTHER, THIRD = "one", "two", "three"
 NODES = (ROUTER, OTHER, THIRD)
+#: By the node that was asked: the id of a request that it answered.
+REQUESTS: dict[str, str] = {}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -42,12 +44,12 @@ async def swarm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Local
             await running.start(name, routes=name == ROUTER)
         await running.whole()
         for name in NODES:
-            await ask(running[name])
+            REQUESTS[name] = await ask(running[name])
         yield running
 
 
-async def ask(node: LocalNode) -> None:
-    """Asks for the word in every way in which it could come into a log."""
+async def ask(node: LocalNode) -> str:
+    """Asks for the word in every way in which it could come into a log; the id of one of the requests."""
     text = f"Say {WORD}.\n0.00.000.001 I srv  {WORD}: {WORD}\n    {WORD}Error: {WORD}"
     body = {"messages": [{"role": "user", "content": text}], "max_tokens": 4}
     headers = {"Authorization": f"Bearer {API_KEY}"}
@@ -55,6 +57,7 @@ async def ask(node: LocalNode) -> None:
         for more in ({}, {"stream": True}, {"grammar": f'root ::= "{WORD}'}):
             async with session.post(f"{node.url}/v1/chat/completions", json=body | more) as response:
                 await response.read()
+                own = response.headers["X-Request-Id"]
         for broken in ('{"messages": [{"role": "user", "content": "' + WORD, '{"prompt": ' + WORD):
             json_type = {"Content-Type": "application/json"}
             async with session.post(f"{node.url}/v1/completions", data=broken, headers=json_type) as response:
@@ -70,6 +73,7 @@ async def ask(node: LocalNode) -> None:
     writer.write_eof()
     await reader.read()
     writer.close()
+    return own
 
 
 async def report(swarm: LocalSwarm, name: str, folder: Path, *more: str) -> tuple[dict[str, bytes], str]:
@@ -121,6 +125,16 @@ async def test_it_is_whole_and_without_keys_and_texts(swarm: LocalSwarm, name: s
         assert "got exception: " in own and "[lines left out: " in own
         assert WORD in (logs_of(swarm, name) / "router.log").read_text(), "this test would find nothing"
     assert WORD in (logs_of(swarm, name) / "agent.log").read_text(), "this test would find nothing"
+
+
+async def test_a_request_is_found_on_each_node_that_had_to_do_with_it(swarm: LocalSwarm, tmp_path: Path) -> None:
+    asked, router, third = [
+        (await report(swarm, name, tmp_path))[0]["agent.log"].decode() for name in (OTHER, *NODES[::2])
+    ]
+    line = f"request={REQUESTS[OTHER]}"
+    assert line in asked and line in router and line not in third
+    assert any("bytes from a client" in one for one in asked.splitlines() if line in one)
+    assert any("bytes from a node" in one for one in router.splitlines() if line in one)
 
 
 async def test_as_json_and_never_over_another_file(swarm: LocalSwarm, tmp_path: Path) -> None:
