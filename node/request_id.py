@@ -13,7 +13,7 @@ import secrets
 from contextvars import ContextVar
 from typing import Final
 
-#: Of requests from node to node and to llama-server, which ignores it, and of answers.
+#: The header of requests from node to node and to llama-server, which ignores it, and of answers.
 HEADER: Final = "X-Request-Id"
 #: The field of log lines.
 FIELD: Final = "request"

@@ -141,7 +141,7 @@ async def lan(options: argparse.Namespace, index: ModelIndex, model: str, folder
         decode, prompt = statistics.median(row["decode"]), statistics.median(row["prompt"])
         beyond = None
         if one is not None and row["dtype"]:
-            # Of a token: its time, less a round trip for each layer, beside that on loopback.
+            # A token's time, less a round trip for each layer, beside that on loopback.
             beyond = (1 / decode - layers * one.measured_ms / 1000) / loopback_s["f32"] - 1
         result.append(
             {

@@ -73,7 +73,7 @@ class Job:
 
     @property
     def expert(self) -> NDArray[np.int32]:
-        """Of each pair."""
+        """The expert of each pair, [pairs]."""
         return self.inputs.expert.reshape(-1)
 
     def to_json(self, found: list[dict[str, Any]]) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class Inputs:
 
     @property
     def row(self) -> NDArray[np.int32]:
-        """Of each pair, [n_rows * n_used]."""
+        """The row of each pair, [n_rows * n_used]."""
         n_rows, n_used = self.expert.shape
         return np.repeat(np.arange(n_rows, dtype=np.int32), n_used)
 

@@ -38,7 +38,7 @@ WHOLE_BUILD_STEPS = 100
 """From here on it is taken for a build from nothing."""
 
 WHOLE_BUILD = (0.0, 0.04, 0.08, 0.2, 0.45, 0.58, 0.73, 0.82, 0.86, 0.93, 1.0)
-"""Of such a build's processor time, what is spent after each tenth of its steps: measured, of the demo's."""
+"""The share of such a build's processor time spent after each tenth of its steps, as measured of the demo's."""
 
 _STEP = re.compile(r"\s*\[(\d+)/(\d+)\] ")
 _PIP = re.compile(

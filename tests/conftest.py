@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """A test that takes long says so while it runs, past pytest's capture: on the descriptor that scripts/test names."""
+    """A test that takes long says so while it runs, past pytest's capture: on the descriptor named by scripts/test."""
     if not _PROGRESS.isdecimal():
         return (yield)
     ended = threading.Event()

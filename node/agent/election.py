@@ -11,7 +11,7 @@ DELAY_S = 3.0
 
 
 def routing(records: Iterable[Record]) -> Record | None:
-    """The router: of those that route the one of the highest term, of equal terms the lowest id. None: nobody routes."""
+    """The router: who routes with the highest term, of equal terms the lowest id. None: nobody routes."""
     return min(
         (record for record in records if record.router is not None),
         key=lambda record: (0 if record.router is None else -record.router.term, record.node),

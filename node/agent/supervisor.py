@@ -1,4 +1,4 @@
-"""Takes the steps of `node.agent.reconcile`, once a second or when something changed, and carries out what they decide."""
+"""Takes the steps of `node.agent.reconcile`, once a second or when something changed, and does what they decide."""
 
 from __future__ import annotations
 

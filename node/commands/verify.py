@@ -38,13 +38,16 @@ def add_verify_command(commands: Commands) -> None:
         "verify",
         help="compare what different hardware computes, with the same input",
         description="Computes the same experts on every device of this build, in NumPy with float64, and, for a "
-        "model that a running "
-        "swarm serves, on every live node; and shows how alike the results are. Without --model: random weights in "
-        "the shape of a "
-        f"layer of {_SHAPE}. Exit status 0: all within the limits; 1: not.",
+        "model that a running swarm serves, on every live node; and shows how alike the results are. Without --model: "
+        f"random weights in the shape of a layer of {_SHAPE}. Exit status 0: all within the limits; 1: not.",
         epilog="examples: swarm-node verify --full    swarm-node verify --type q8_0 f16    swarm-node verify --model "
         "model.gguf --layer 3",
     )
+    _add_flags(verify)
+    verify.set_defaults(run=run_verify)
+
+
+def _add_flags(verify: argparse.ArgumentParser) -> None:
     verify.add_argument(
         "--model", type=Path, metavar="FILE", help="a GGUF file; nodes of a swarm that serves it take part"
     )
@@ -89,13 +92,11 @@ def add_verify_command(commands: Commands) -> None:
         "--decisions",
         action="store_true",
         help="instead: how many choices of experts and of 256 greedy tokens change between stock llama.cpp and a "
-        "swarm of three "
-        "servers on this machine (--model FILE, or the demo model)",
+        "swarm of three servers on this machine (--model FILE, or the demo model)",
     )
     form = verify.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="JSON, for scripts")
     form.add_argument("--markdown", action="store_true", help="Markdown, for documents")
-    verify.set_defaults(run=run_verify)
 
 
 async def run_verify(options: argparse.Namespace) -> int:

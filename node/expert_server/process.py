@@ -135,8 +135,8 @@ class ExpertProcess:
         self.listening: dict[str, Any] = {}
         #: Expert weights that its device reads in a second; 0: not measured.
         self.expert_bytes_per_s = 0.0
-        #: Numbers of calls, in all lives of the server: calls, pairs, bytes_received, bytes_sent, queue_us, compute_us, and
-        #: those refused as "errors KIND".
+        #: Numbers of calls, in all lives of the server: calls, pairs, bytes_received, bytes_sent, queue_us, compute_us,
+        #: and those refused as "errors KIND".
         self.counters: Counters[str] = Counters(names_max=64)
 
     @property

@@ -186,7 +186,7 @@ def test_the_usual_ggml_in_the_same_process(another_package: list[Path], expecte
 
 
 def test_the_usual_ggml_takes_over_who_has_its_names(another_package: list[Path], tmp_path: Path) -> None:
-    """The last test can fail: these libraries do take over who is linked with usual names, even by a path of his own."""
+    """The last test can fail: these libraries do take over who is linked with usual names, even by a path."""
     base = build_library(
         'const char * ggml_commit(void) { return "own"; }', tmp_path / "libggml-base.so", "-Wl,-soname,libggml-base.so"
     )

@@ -410,7 +410,7 @@ async def test_it_ends_in_mid_call_and_answers_health_before(
     async with server({"SWARM_DEBUG_SLEEP_S": "60"}) as process:
         await load(process, layers["row"], 0, 2, 4)
         async with contextlib.AsyncExitStack() as stack:
-            # Of three, the first is answered by way of the event loop, where the delay does not hold the device.
+            # The first of three is answered by way of the event loop, where the delay does not hold the device.
             for _ in range(3):
                 opened = await stack.enter_async_context(session.ws_connect(url(process)))
                 await opened.send_bytes(wire.encode_request(call([[2]])))

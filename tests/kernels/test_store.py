@@ -206,7 +206,7 @@ def test_a_call_in_parts_gives_the_same_bits(type: str, tmp_path: Path) -> None:
     whole.set_part_products_max(2**62)
     for n_rows in (1, 5, 9, 33, 512):
         h = hidden(n_rows, n_embd)
-        # Of very different numbers of rows: some with less and some with more than a part's worth.
+        # Experts with very different numbers of rows: some with less and some with more than a part's worth.
         pairs = Pairs.random(n_rows, range(8), 3)
         pairs = pairs.where((pairs.expert != 2) | (pairs.row % 16 == 0))
         for reduce in ("rows", "sum"):

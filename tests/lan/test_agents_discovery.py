@@ -431,7 +431,7 @@ def test_packets_that_nobody_sent_change_nothing_but_counters(swarm: str, net: N
     if key:
         _run_packets(one, "capture", "4", str(captured))
         assert len(captured.read_text().split()) > 4
-        # Of these some are repeated as they are: true packets, of a time that is over.
+        # Some of these are repeated as they are: true packets, of a time that is over.
         _crash_and_start(two, key)
         eventually("the new start is known", lambda: boot(one.peer("two")) == 2 and all_see_all([one, two]), _FOUND_S)
     else:

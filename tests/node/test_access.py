@@ -1,4 +1,4 @@
-"""Who may talk to a node: swarm keys, proofs of them, private addresses, Host and Origin (SEC-2)."""
+"""Who may talk to a node: swarm keys, proofs of them, private addresses, Host and Origin."""
 
 import hashlib
 import ipaddress

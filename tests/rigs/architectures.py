@@ -8,8 +8,8 @@ from pathlib import Path
 from rigs import random_models
 from rigs.oracle import native_program
 
-# Of the architectures in llama.cpp's generator these have no routed experts in the graph that llama.cpp builds for
-# their "MoE" model (refact has the tensors, unused): nothing to serve. docs/architectures.md lists them.
+# These architectures of llama.cpp's generator have no routed experts in the graph that llama.cpp builds for their "MoE"
+# model (refact has the tensors, unused): nothing to serve. docs/architectures.md lists them.
 WITHOUT_EXPERTS = {"ernie4_5", "paddleocr", "refact"}
 
 

@@ -24,7 +24,7 @@ from rigs import ROOT
 from rigs.swarm import ANSWER, QUESTION
 
 COMMAND = (sys.executable, "-m", "node.commands.main", "demo")
-# Of a demo, from its start until it answers, on a slow and busy machine.
+# A demo's time from its start until it answers, on a slow and busy machine.
 READY_WITHIN_S = 60
 END_WITHIN_S = 5
 
@@ -60,7 +60,7 @@ class Demo:
         assert sum("llama-server" in name for name in names) == 1
 
     def check_nothing_left(self, within_s: float, *, killed: bool = False) -> None:
-        """Of processes; and, unless it was killed, of files and sockets."""
+        """No process is left; and, unless it was killed, no file and no socket."""
         assert self.started
         _, alive = psutil.wait_procs(self.started, timeout=within_s)
         assert not alive

@@ -160,7 +160,8 @@ async def test_errors_can_be_read_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "origin",
     [EVIL, "null", "*", "http://chat.example", "https://chat.example:8443", "https://chat.example.evil.example",
-     "https://chat.example/", "https://evil.example https://chat.example", "https://\u212ahat.example", "http://127.0.0.1:1"],
+     "https://chat.example/", "https://evil.example https://chat.example", "https://\u212ahat.example",
+     "http://127.0.0.1:1"],
 )  # fmt: skip
 async def test_other_origins_get_nothing(origin: str, tmp_path: Path) -> None:
     async with browser(tmp_path, ALLOW) as (page, _, llama):

@@ -75,7 +75,7 @@ class Router:
 
 
 def statistics(calls: int = 0, failures: int = 0, **nodes: tuple[int, int, int, int, int]) -> dict[str, Any]:
-    """By node: calls, pairs, bytes sent, bytes received, microseconds."""
+    """What the backend counts; of each node its calls, pairs, bytes sent, bytes received, microseconds."""
     return {
         "calls": calls,
         "failures": failures,
