@@ -60,9 +60,9 @@ def test_a_build_says_its_steps_and_then_what_is_left() -> None:
 
 
 def test_what_is_left_of_a_build_from_nothing() -> None:
-    # A twelfth of the work is done, with a fifth of the steps.
-    assert progress.time_left(40, 200, 48.0) == "about 10 min left"
-    assert progress.time_left(100, 200, 290.0) == "about 4 min left"
+    # A tenth of the work is done, with a fifth of the steps.
+    assert progress.time_left(40, 200, 45.0) == "about 8 min left"
+    assert progress.time_left(100, 200, 315.0) == "about 4 min left"
     assert progress.time_left(200, 200, 500.0) == "less than a minute left"
     assert progress.time_left(0, 200, 500.0) == progress.time_left(1, 200, 1.0) == ""
 
