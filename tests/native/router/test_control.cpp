@@ -300,7 +300,7 @@ TEST(control_hands_over_holds_within_their_bound) {
     }
 }
 
-// The bytes are those of docs/protocol.md, which tests/test_trace.py reads.
+// The bytes are those of docs/protocol.md, which tests/node/commands/test_trace.py reads.
 TEST(control_answers_a_request_for_a_trace) {
     Agent       agent;
     Inbox       inbox;

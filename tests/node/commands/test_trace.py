@@ -289,8 +289,8 @@ def document(trace: Counters, router: str = "alpha", relayed: int = 0, running: 
 def test_the_message_of_the_protocol_can_be_read() -> None:
     """The same bytes as in tests/native/router/test_control.cpp."""
     (message,) = re.findall(r'^    (\{"between_ns":.*\})$', PROTOCOL.read_text(), re.MULTILINE)
-    native = (TESTS / "native" / "test_control.cpp").read_text()
-    bytes_there = native.split("agent.line().dump() == ")[1].split(";")[0]
+    native = (TESTS / "native" / "router" / "test_control.cpp").read_text()
+    bytes_there = native.split("agent.line().dump() ==\n")[1].split(";")[0]
     assert "".join(re.findall(r'R"\((.*?)\)"', bytes_there)) == message
     body = f'{{"router": "alpha", "requests": {{"relayed": 1, "running": 0}}, "trace": {message}, "new": 1}}'
     trace = decode(body.encode()).trace
