@@ -4,7 +4,7 @@
     node.settings        every setting, and where its value comes from
     node.models          a model file: its slices, its pieces, and the id that follows from its bytes
     node.expert_server   the process that holds slices and answers expert calls; the order to load comes from its parent
-    node.router          the engine: llama-server with the Swarm backend, its routing table and the layers' programs
+    node.router          the engine: llama-server with the Swarm backend, its routing table and the layer programs
     node.peers           who else is there: identity, gossip, and requests with a proof of the swarm's key
     node.transfer        pieces of models, fetched from other nodes and given to them
     node.api             the front door: the query endpoint, from a client to llama-server and back

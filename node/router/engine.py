@@ -177,7 +177,7 @@ _ARGUMENTS = (
     *("--override-tensor", f"{EXPERT_TENSOR_PATTERN}=Swarm"),
     "--metrics",
     # So that the experts are not read: the Swarm backend makes a mapping of it that reads nothing ahead, and has the
-    # trunk copied out of it (kernels/src/mapped_loading.hpp).
+    # trunk copied out of it (kernels/src/llama/mapped_loading.hpp).
     *("--load-mode", "mmap"),
 )
 
