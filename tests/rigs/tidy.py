@@ -75,9 +75,6 @@ def import_problems(module: str, text: str) -> list[str]:
     if module == "gossip":
         # The public list of the package, which imports what it lists.
         allowed.update(name for name in MAY_IMPORT if name.startswith("gossip."))
-    if module == "gossip":
-        # The public list of the package, which imports what it lists.
-        allowed.update(name for name in MAY_IMPORT if name.startswith("gossip."))
     problems = []
     for line, name in _imports(text):
         if name.split(".")[0] in ("node", "gossip", "kernels") and _part(name) not in allowed:
