@@ -387,5 +387,9 @@ def test_python_files_in_the_current_folder_are_not_run(tmp_path: Path) -> None:
     (tmp_path / "numpy.py").write_text("raise SystemExit(7)")
     unsafe = [argument for argument in PYTHON_MODULE if argument != "-P"]
     for command, status in ((unsafe, 7), (PYTHON_MODULE, 0)):
-        done = subprocess.run([*command, "node.expert_server", "--help"], cwd=tmp_path, capture_output=True)
+        # Where nothing is installed, this checkout.
+        variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [*command, "node.expert_server", "--help"], cwd=tmp_path, capture_output=True, env=variables
+        )
         assert done.returncode == status, done.stderr
