@@ -63,8 +63,7 @@ async def run_report(options: argparse.Namespace) -> int:
     console = Console(stderr=True, highlight=False, quiet=options.json)
     sources = await find_sources(options)
     path = Path(options.file or _default_name(sources.name))
-    if not options.force and await asyncio.to_thread(path.exists):
-        raise _is_there(path)
+    await asyncio.to_thread(_check_place, path, options.force)
     members = []
     for part in PARTS:
         member = await _make(part, sources)
@@ -105,6 +104,17 @@ def _show(console: Console, part: Part, member: Member) -> None:
     else:
         line.append(f"{len(member.data) / 1024:.1f} KiB", "dim")
     console.print(line)
+
+
+def _check_place(path: Path, force: bool) -> None:
+    """Says before all the work what would keep the archive from being written. Blocks. Raises SwarmError."""
+    if path.is_dir():
+        raise SwarmError(f"{path} is a folder; name the archive in it")
+    if path.exists() and not force:
+        raise _is_there(path)
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        why = "nothing may be written there" if path.parent.is_dir() else "there is no such folder"
+        raise SwarmError(f"{path} cannot be written: {why} ({path.parent})")
 
 
 def _is_there(path: Path) -> SwarmError:

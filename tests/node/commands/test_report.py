@@ -370,8 +370,18 @@ async def test_no_file_is_replaced_without_force(machine: Path) -> None:
     await run_report(options(str(path), "--force"))
     assert "README.txt" in members(path)
     assert archives(machine) == ["a.tar.gz"]
-    with pytest.raises(SwarmError, match="cannot be written"):
+
+
+async def test_a_place_where_nothing_can_be_written_is_said_before_the_work(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.commands.report.PARTS", ())
+    monkeypatch.setattr("node.commands.report._packed", None)
+    with pytest.raises(SwarmError, match="cannot be written: there is no such folder"):
         await run_report(options(str(machine / "no such folder" / "a.tar.gz")))
+    for force in ((), ("--force",)):
+        with pytest.raises(SwarmError, match="is a folder; name the archive in it"):
+            await run_report(options(str(machine), *force))
 
 
 async def test_as_json(machine: Path, capsys: pytest.CaptureFixture[str]) -> None:
