@@ -15,9 +15,8 @@ import time
 from collections.abc import Sequence
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
-from node.errors import IdentityError
 from node.files import replace_file
 
 log = logging.getLogger(__name__)
@@ -36,13 +35,13 @@ READY_MARK: Final = b"# ready\n"
 
 
 def log_folder(state_folder: Path, *, make: bool = True) -> Path:
-    """The folder of a node's logs, made if it is not there. Raises IdentityError."""
+    """The folder of a node's logs, made if it is not there and can be made: no log is worth a node."""
     folder = state_folder / _FOLDER
     if make:
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
-            raise IdentityError(f"the folder {folder} cannot be made: {error.strerror}") from error
+            log.warning("the folder of logs %s cannot be made: %s", folder, error.strerror)
     return folder
 
 
@@ -66,6 +65,18 @@ class AgentLogHandler(RotatingFileHandler):
                 self.close()
             logging.getLogger().removeHandler(self)
             log.warning("%s cannot be written any more", self.baseFilename, exc_info=True)
+
+
+def open_log(path: Path) -> BinaryIO:
+    """The log of a process that is about to start, to be appended to; where that cannot be, what swallows everything.
+
+    Blocks.
+    """
+    try:
+        return path.open("ab")
+    except OSError as error:
+        log.warning("no log is kept in %s: %s", path, error.strerror)
+        return Path(os.devnull).open("ab")
 
 
 def begin_log(path: Path) -> None:

@@ -42,7 +42,10 @@ async def run_node(options: argparse.Namespace) -> int:
     root = state_root(config.node.state_folder, os.environ)
     with hold_identity(root, config.node.name) as identity:
         logs = log_folder(identity.folder)
-        add_file(AgentLogHandler(logs / AGENT_LOG), secrets)
+        try:
+            add_file(AgentLogHandler(logs / AGENT_LOG), secrets)
+        except OSError as error:
+            log.warning("no log is kept in %s: %s", logs / AGENT_LOG, error.strerror)
         log.info("swarm-node %s starts, process %d", version(), os.getpid(), extra=SHOWN)
         for warning in identity.warnings:
             log.warning("%s", warning)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from node.errors import ExpertProcessError, ExpertProcessExited
+from node.log_files import open_log
 from node.parent_death import child_environment
 from node.slices import Slice
 
@@ -62,7 +63,7 @@ class ProcessRun:
         Raises OSError.
         """
         with contextlib.ExitStack() as files:
-            log_file = None if stderr is None else files.enter_context(stderr.open("ab"))
+            log_file = None if stderr is None else files.enter_context(open_log(stderr))
             # A session of its own, so that Ctrl-C in the terminal reaches only this process, which stops the child.
             process = await asyncio.create_subprocess_exec(
                 *command,

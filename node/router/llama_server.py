@@ -18,6 +18,7 @@ from typing import NoReturn
 import aiohttp
 
 import kernels
+from node.log_files import open_log
 from node.router.failure import RouterEngineError
 
 _HEALTH_PERIOD_S = 0.1
@@ -111,7 +112,7 @@ async def llama_server(
     """
     (port,) = free_ports(1)
     api_key = secrets.token_urlsafe(24)
-    with log_path.open("ab") as log_file:
+    with open_log(log_path) as log_file:
         process = await asyncio.create_subprocess_exec(
             str(kernels.native_path("llama-server")),
             *("--model", model_path, "--host", "127.0.0.1", "--port", str(port)),

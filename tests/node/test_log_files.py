@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from node import log_files
-from node.errors import IdentityError
 from node.log_files import (
     LOG_BYTES_MAX,
     START_MARK,
@@ -20,6 +19,7 @@ from node.log_files import (
     bound_log,
     keep_bounded,
     log_folder,
+    open_log,
     parts_of,
 )
 from node.log_levels import LogLevels, apply_levels
@@ -73,10 +73,22 @@ def test_a_log_that_cannot_be_written_is_said_once(capsys: pytest.CaptureFixture
     assert shown.count("cannot be written any more") == 1
 
 
-def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+def test_no_log_is_worth_a_node(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "logs").touch()
-    with pytest.raises(IdentityError, match="logs cannot be made"):
-        log_folder(tmp_path)
+    folder = log_folder(tmp_path)
+    assert "logs cannot be made" in caplog.text
+    with open_log(folder / "experts.log") as file:
+        file.write(b"what nobody reads")
+    assert "no log is kept in" in caplog.text and "experts.log" in caplog.text
+    assert (tmp_path / "logs").read_bytes() == b""
+
+
+def test_a_process_adds_to_its_log(tmp_path: Path) -> None:
+    path = tmp_path / "experts.log"
+    for word in (b"one ", b"two"):
+        with open_log(path) as file:
+            file.write(word)
+    assert path.read_bytes() == b"one two"
 
 
 def test_a_new_process_begins_a_new_file(tmp_path: Path) -> None:

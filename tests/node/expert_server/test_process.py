@@ -382,6 +382,14 @@ async def test_calls_reach_it_at_the_port_it_reports() -> None:
         assert isinstance(await post(session, process, call()), wire.CallReply)
 
 
+async def test_a_log_that_cannot_be_written_keeps_nothing_from_running(tmp_path: Path) -> None:
+    (tmp_path / "experts.log").mkdir()
+    process = ExpertProcess("alpha", command=COMMAND, stderr=tmp_path / "experts.log")
+    await process.start()
+    assert process.running
+    await process.stop()
+
+
 def test_python_files_in_the_current_folder_are_not_run(tmp_path: Path) -> None:
     """Nodes are started in folders of models, which may be shared."""
     (tmp_path / "numpy.py").write_text("raise SystemExit(7)")
