@@ -26,8 +26,11 @@ def quickly(limit_s: float, what: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def cheaply(limit_s: float, what: str = "") -> Iterator[None]:
-    """The body uses at most that much of this thread's processor time, about the same on whatever machine."""
+    """The body uses at most that much of this thread's processor time on a quiet machine.
+
+    Ten times as much is let pass here, too: caches are shared, and the garbage collector may come by.
+    """
     started_s = time.thread_time()
     yield
     took_s = time.thread_time() - started_s
-    assert took_s < limit_s, f"{what} took {took_s:.2f} s of processor time, more than {limit_s:g}"
+    assert took_s < BUSY * limit_s, f"{what} took {took_s:.2f} s of processor time, {limit_s:g} s on a quiet machine"
