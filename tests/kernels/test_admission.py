@@ -24,7 +24,8 @@ from node.expert_server.process import SERVER_COMMAND
 from node.expert_server.proof import Prover
 from node.expert_server.wire import CallRequest
 from node.slices import Slice
-from rigs.layers import SWIGLU, Floats, Layer, program
+from rigs.layers import Floats, Layer
+from rigs.program_texts import SWIGLU, program
 from rigs.random_models import LAYER_TYPES, random_layer
 
 N_EXPERT, N_EMBD, N_FF = 12, 256, 256

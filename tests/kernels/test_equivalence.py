@@ -14,7 +14,8 @@ import kernels
 from kernels import tolerances
 from kernels.equivalence import Tally, compare
 from kernels.tolerances import GAIN_FOUND, problem, rows_needed, tolerance
-from rigs.layers import SWIGLU, Layer, Pairs, hidden
+from rigs.layers import Layer, Pairs, hidden
+from rigs.program_texts import SWIGLU
 from rigs.random_models import LAYER_TYPES, random_layer
 
 

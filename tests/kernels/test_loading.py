@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 import kernels
-from rigs.layers import SWIGLU, Layer, Pairs, float_tensors, hidden, program
+from rigs.layers import Layer, Pairs, float_tensors, hidden
+from rigs.program_texts import SWIGLU, program
 from rigs.random_models import random_layer
 
 UP, GATE, DOWN = "ffn_up_exps.weight", "ffn_gate_exps.weight", "ffn_down_exps.weight"

@@ -23,7 +23,8 @@ from node.expert_server.process import ExpertProcess, SliceOrder
 from node.slices import Slice
 from rigs import calls
 from rigs.fake_server import HEADERS, get, read, until, url
-from rigs.layers import SWIGLU, Layer, program
+from rigs.layers import Layer
+from rigs.program_texts import SWIGLU, program
 from rigs.random_models import random_layer
 
 N_EXPERT, N_USED, N_EMBD, N_FF = 8, 4, 64, 96

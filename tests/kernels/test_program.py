@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 import kernels
 from kernels import activations, reference
-from rigs.layers import SWIGLU, program
-from rigs.program_texts import BAD_TEXTS
+from rigs.program_texts import BAD_TEXTS, SWIGLU, program
 from rigs.timing import cheaply
 
 

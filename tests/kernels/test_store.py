@@ -12,8 +12,9 @@ import kernels
 from kernels import activations, reference
 from kernels.equivalence import compare
 from kernels.tolerances import problem, tolerance
-from rigs.layers import SWIGLU, Floats, Layer, Pairs, float_tensors, hidden, program
+from rigs.layers import Floats, Layer, Pairs, float_tensors, hidden
 from rigs.oracle import nmse
+from rigs.program_texts import SWIGLU, program
 from rigs.random_models import LAYER_TYPES, random_layer
 
 N_ROWS = (1, 2, 7, 8, 9, 33, 512)

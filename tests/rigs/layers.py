@@ -17,22 +17,6 @@ Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]
 
 
-def program(*steps: str, input: str = "row") -> str:
-    """The text of a program; the last of `steps` is what it returns."""
-    lines = [f"%{number} = {step}" for number, step in enumerate(steps[:-1])]
-    return "\n".join(["swarm-program 1", f"input {input}", *lines, f"return {steps[-1]}", ""])
-
-
-SWIGLU = program(
-    "matmul ffn_up_exps.weight h",
-    "matmul ffn_gate_exps.weight h",
-    "glu swiglu %1 %0",
-    "matmul ffn_down_exps.weight %2",
-    "mul %3 w",
-    "%4",
-)
-
-
 def float_tensors(shapes: Mapping[str, Sequence[int]], n_expert: int, seed: int = 0) -> dict[str, RandomTensor]:
     """Random f32 tensors. `shapes`: of one expert, in NumPy's order; matrices get a spread of 1/sqrt(row length)."""
     generator = np.random.default_rng(seed)

@@ -25,7 +25,8 @@ TOKENS = (5, 200, 1, 77, 30, 2, 999, 1234)
 def expert_ffn() -> str:
     import numpy as np
 
-    from rigs.layers import SWIGLU, Layer, Pairs, hidden
+    from rigs.layers import Layer, Pairs, hidden
+    from rigs.program_texts import SWIGLU
     from rigs.random_models import random_layer
 
     with tempfile.TemporaryDirectory() as folder:

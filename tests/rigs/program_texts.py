@@ -4,6 +4,7 @@ from __future__ import annotations
 
 
 def program(*steps: str, input: str = "row") -> str:
+    """The text of a program; the last of `steps` is what it returns."""
     lines = [f"%{number} = {step}" for number, step in enumerate(steps[:-1])]
     return "\n".join(["swarm-program 1", f"input {input}", *lines, f"return {steps[-1]}", ""])
 

@@ -28,8 +28,9 @@ from node.commands.verify_matrix import (
 )
 from node.commands.verify_screen import markdown
 from node.models.demo import demo_model
-from rigs.layers import SWIGLU, Layer
+from rigs.layers import Layer
 from rigs.loopback import NODE_COMMAND, LocalSwarm, local_swarm
+from rigs.program_texts import SWIGLU
 from rigs.random_models import QWEN3MOE, moe_model, random_layer
 
 N_EXPERT, N_EMBD, N_FF = 10, 256, 256
